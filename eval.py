@@ -1,0 +1,307 @@
+"""Evaluation: exact match of copies against their length.
+
+    python eval.py --runs=out/toy_copy/2d-rope,out/toy_copy/rope --lengths=20,320,5120 --samples=100,20,4
+    python eval.py --runs=out/run --lengths=1-25,26-50,51-100 --free_running=True
+    torchrun --nproc_per_node=2 eval.py ...                            # strings shared out; the same numbers
+
+Writes accuracy.json, a row for each run, task and length, and accuracy.png to out_dir, and prints a table.
+
+A copy is right when every token of it and the separator that ends it are right. Under greedy decoding that is the same
+as every target token being the argmax under teacher forcing: if all are, greedy decoding produces them one by one; if
+not, the first that is not is where greedy decoding goes wrong too. So one parallel forward replaces n decoding steps;
+free_running=True decodes for real.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import configurator
+import data_copy
+from data_copy import IGNORE, SEPARATORS
+from model import Decoder, from_checkpoint, read_checkpoint
+from train import pick_device, rank_and_world
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation"""
+
+    runs: tuple[str, ...] = ()  # run directories or checkpoint files
+    checkpoint: Literal["last", "best"] = "last"  # which of a run directory's
+    tasks: tuple[str, ...] = ("imbalanced", "recursive-flip", "uniform")  # strings to copy
+    lengths: tuple[int | str, ...] = (20, 320)  # tokens in a string; or intervals, 26-50
+    samples: tuple[int, ...] = (20,)  # strings for each task and length; one number for all lengths, or one for each
+    eval_seed: int = 0  # of the strings
+    free_running: bool = False  # decode token by token instead of one parallel forward
+    chunk: int = 512  # tokens that go through the model at a time; memory grows with it
+    batch_tokens: int = 16384  # tokens of strings that are evaluated together
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first of these that there is
+    out_dir: str = "out/eval"  # accuracy.json and accuracy.png go here
+    plot: bool = True  # draw accuracy.png
+
+
+class Verdict(NamedTuple):
+    """One string. Positions count from 0; position n is the closing separator of a string of n tokens."""
+
+    targets: int  # tokens to get right: n + 1
+    errors: int  # of them wrong
+    first_error: int | None  # position of the first
+    margin: float  # smallest lead of the right token's logit over the best other one; negative where it is wrong
+
+
+def teacher_forced(model: Decoder, sources: Sequence[np.ndarray], separator: int, chunk: int = 512) -> list[Verdict]:
+    """Verdicts on strings of any lengths, by one forward in chunks. ValueError beyond the model's block_size."""
+    lengths = np.array([len(s) for s in sources])
+    padded = np.zeros((len(sources), lengths.max()), np.int64)
+    for row, source in zip(padded, sources, strict=True):
+        row[: len(source)] = source
+    device = model.newlines.device
+    inputs, targets = (torch.from_numpy(a).to(device) for a in data_copy.pack(padded, lengths, separator))
+    wanted = targets != IGNORE
+    check_length(model, inputs.shape[1])
+    cache, leads = model.new_cache(), []
+    with torch.inference_mode():
+        for start in range(0, inputs.shape[1], chunk):
+            part = slice(start, start + chunk)
+            want = wanted[:, part]
+            states = model.hidden(inputs[:, part], cache, keys_only=not want.any())
+            if states is not None:
+                logits = model.head(states[want]).float()  # (targets in the chunk, vocab_size)
+                right = targets[:, part][want][:, None]
+                lead = logits.gather(1, right) - logits.scatter(1, right, -math.inf).amax(1, keepdim=True)
+                leads.append((want.nonzero()[:, 0].cpu(), lead[:, 0].cpu()))
+    row, lead = torch.cat([r for r, _ in leads]), torch.cat([x for _, x in leads])
+    return [verdict(lead[row == i] <= 0, lead[row == i].min().item()) for i in range(len(sources))]
+
+
+def free_running(model: Decoder, sources: Sequence[np.ndarray], separator: int) -> list[Verdict]:
+    """Verdicts by greedy decoding, n + 1 tokens for a string of n; margin is nan. ValueError as above."""
+    prompts, answers = [], []
+    for source in sources:
+        tokens, _ = data_copy.pack(source[None], np.array([len(source)]), separator)
+        prompts.append(tokens[0, : len(source) + 5].tolist())
+        answers.append(torch.tensor([*source.tolist(), separator]))
+    longest = max(map(len, answers))
+    check_length(model, 2 * longest + 4)
+    written = torch.stack([t.cpu() for t in model.generate(prompts, longest)], dim=1)  # (B, longest)
+    return [verdict(out[: len(answer)] != answer, math.nan) for out, answer in zip(written, answers, strict=True)]
+
+
+def verdict(wrong: torch.Tensor, margin: float) -> Verdict:
+    first = int(wrong.float().argmax()) if wrong.any() else None
+    return Verdict(len(wrong), int(wrong.sum()), first, margin)
+
+
+def check_length(model: Decoder, tokens: int) -> None:
+    if tokens > model.config.block_size:
+        raise ValueError(f"sequence of {tokens} tokens is longer than the model's block_size={model.config.block_size}")
+
+
+def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95% interval for a share of `hits` in n >= 1 trials."""
+    share = hits / n
+    centre = share + z * z / (2 * n)
+    spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, (centre - spread) / (1 + z * z / n)), min(1.0, (centre + spread) / (1 + z * z / n))
+
+
+def parse_length(length: int | str) -> tuple[int, int]:
+    """20 -> (20, 20); "26-50" -> (26, 50)."""
+    low, _, high = str(length).partition("-")
+    try:
+        bounds = int(low), int(high or low)
+    except ValueError:
+        bounds = 0, 0
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise ValueError(f"lengths: {length!r} is neither a length (20) nor an interval (26-50)")
+    return bounds
+
+
+def evaluate(
+    model: Decoder,
+    task: str,
+    bounds: tuple[int, int],
+    samples: int,
+    separator: str,
+    config: EvalConfig,
+    bar: tqdm | None = None,
+) -> dict:
+    """One row of the report: strings of a task, lengths within bounds. With torchrun, shared out and gathered."""
+    rank, world = rank_and_world()
+    began = time.perf_counter()
+    sources = data_copy.evaluation_strings(task, *bounds, samples, config.eval_seed)
+    own = sorted(range(rank, samples, world), key=lambda i: len(sources[i]))
+    together = max(1, config.batch_tokens // (2 * bounds[1] + 6))
+    verdicts: dict[int, Verdict] = {}
+    for start in range(0, len(own), together):
+        ids = own[start : start + together]
+        group = [sources[i] for i in ids]
+        run = (
+            free_running(model, group, SEPARATORS[separator])
+            if config.free_running
+            else teacher_forced(model, group, SEPARATORS[separator], config.chunk)
+        )
+        verdicts.update(zip(ids, run, strict=True))
+        if bar:
+            bar.update(len(ids))
+    if world > 1:
+        parts = [None] * world
+        dist.all_gather_object(parts, verdicts)
+        verdicts = {i: v for part in parts for i, v in part.items()}
+    results = [verdicts[i] for i in range(samples)]
+    hits = sum(v.errors == 0 for v in results)
+    low, high = wilson(hits, samples)
+    return {
+        "task": task,
+        "length": bounds[1],
+        "min_length": bounds[0],
+        "samples": samples,
+        "exact_match": hits / samples,
+        "exact_match_low": low,
+        "exact_match_high": high,
+        "token_error": sum(v.errors for v in results) / sum(v.targets for v in results),
+        "only_closing_wrong": sum(v.first_error == v.targets - 1 for v in results) / samples,
+        "first_errors": [v.first_error for v in results],
+        "margin": None if config.free_running else min(v.margin for v in results),
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+
+
+def load_run(path: str, which: str, device: torch.device) -> tuple[Decoder, dict]:
+    """The model of a run directory or checkpoint file, in evaluation mode, and the config it was trained with."""
+    file = Path(path) / f"{which}.pt" if Path(path).is_dir() else Path(path)
+    checkpoint = read_checkpoint(file, device)
+    return from_checkpoint(checkpoint, device).eval(), checkpoint["config"] | {"steps_done": checkpoint["step"]}
+
+
+def copy_ladder(config: EvalConfig) -> list[dict]:
+    """The report: a row for each run, task and length."""
+    if not config.runs or not config.tasks or not config.lengths:
+        raise ValueError("nothing to evaluate: give --runs=DIR[,DIR], and at least one of tasks and lengths")
+    for task in config.tasks:
+        if task not in data_copy.TASKS:
+            raise ValueError(f"tasks: {task!r} is not one of {', '.join(data_copy.TASKS)}")
+    lengths = [parse_length(length) for length in config.lengths]
+    samples = config.samples * len(lengths) if len(config.samples) == 1 else config.samples
+    if len(samples) != len(lengths) or min(samples) < 1:
+        raise ValueError(
+            f"samples={config.samples}: expected one number >= 1, or one for each of {len(lengths)} lengths"
+        )
+    device = pick_device(config.device)
+    loaded = [(run, *load_run(run, config.checkpoint, device)) for run in config.runs]
+    for _, model, _ in loaded:
+        check_length(model, 2 * max(high for _, high in lengths) + 5)
+    leader = rank_and_world()[0] == 0
+    bar = tqdm(
+        total=len(loaded) * len(config.tasks) * sum(samples),
+        unit="string",
+        disable=not leader,
+        dynamic_ncols=True,
+        mininterval=0.2 if sys.stderr.isatty() else 10,
+    )
+    rows = []
+    for run, model, trained in loaded:
+        for task in config.tasks:
+            for bounds, n in zip(lengths, samples, strict=True):
+                bar.set_description(f"{trained['pos_encoding']} {task} {bounds[1]}")
+                row = evaluate(model, task, bounds, n, trained["separator"], config, bar)
+                about = {
+                    "run": run,
+                    "pos_encoding": trained["pos_encoding"],
+                    "seed": trained["seed"],
+                    "trained_to": trained["max_length"],
+                    "step": trained["steps_done"],
+                    "mode": "free-running" if config.free_running else "teacher-forced",
+                }
+                rows.append(about | row)
+    bar.close()
+    return rows
+
+
+def table(rows: Sequence[dict]) -> str:
+    """Exact match in percent, with the share of wrong tokens where there are any: a line a run and task."""
+    columns = list(dict.fromkeys((r["min_length"], r["length"]) for r in rows))
+    names = [str(high) if low == high else f"{low}-{high}" for low, high in columns]
+    lines = [f"{'':12}{'seed':>5}  {'exact match at length':16}" + "".join(f"{name:>16}" for name in names)]
+    by_line: dict[tuple, dict] = {}
+    for row in rows:
+        cells = by_line.setdefault((row["run"], row["pos_encoding"], row["seed"], row["task"]), {})
+        cells[row["min_length"], row["length"]] = row
+    for (_, encoding, seed, task), cells in by_line.items():
+        line = f"{encoding:12}{seed:>5}  {task:21}"
+        for column in columns:
+            row = cells[column]
+            hits = round(row["exact_match"] * row["samples"])
+            line += f"{100 * row['exact_match']:>7.0f}% ({hits}/{row['samples']})".rjust(16)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[dict], path: Path) -> None:
+    """Exact match against length, one panel a task, one line an encoding with seeds pooled, Wilson intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = list(dict.fromkeys(r["task"] for r in rows))
+    encodings = list(dict.fromkeys(r["pos_encoding"] for r in rows))
+    figure, panels = plt.subplots(1, len(tasks), figsize=(1 + 3.6 * len(tasks), 3.4), sharey=True, squeeze=False)
+    for panel, task in zip(panels[0], tasks, strict=True):
+        for i, encoding in enumerate(encodings):
+            pooled: dict[int, list[int]] = {}
+            for r in rows:
+                if r["task"] == task and r["pos_encoding"] == encoding:
+                    hits, n = pooled.get(r["length"], (0, 0))
+                    pooled[r["length"]] = [hits + round(r["exact_match"] * r["samples"]), n + r["samples"]]
+            x = sorted(pooled)
+            y = [pooled[length][0] / pooled[length][1] for length in x]
+            interval = [wilson(*pooled[length]) for length in x]
+            panel.plot(x, y, marker="o", markersize=4, color=f"C{i}", label=encoding)
+            panel.fill_between(x, *zip(*interval, strict=True), color=f"C{i}", alpha=0.15, linewidth=0)
+        trained_to = rows[0]["trained_to"]
+        panel.axvline(trained_to, color="0.5", linestyle=":", linewidth=1)
+        panel.annotate(f" trained to {trained_to}", (trained_to, 0.5), color="0.4", fontsize=8)
+        panel.set(xscale="log", title=task, xlabel="length of the string, tokens", ylim=(-0.04, 1.04))
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].set_ylabel("exact match")
+    panels[0, 0].legend(frameon=False, loc="center left", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    config = configurator.configure(EvalConfig, doc=__doc__)
+    if "RANK" in os.environ:  # torchrun
+        dist.init_process_group("gloo")
+    try:
+        rows = copy_ladder(config)
+        if rank_and_world()[0] == 0:
+            out = Path(config.out_dir)
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "accuracy.json").write_text(json.dumps(rows, indent=1) + "\n")
+            print(table(rows))
+            print(f"rows: {out / 'accuracy.json'}")
+            if config.plot:
+                plot(rows, out / "accuracy.png")
+                print(f"plot: {out / 'accuracy.png'}")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    configurator.run_cli(main)

@@ -1,0 +1,347 @@
+"""A Qwen3-like decoder whose positional encoding is a setting. Needs rope2d.py beside it.
+
+    model = Decoder(ModelConfig(n_layer=2, vocab_size=64, pos_encoding="2d-rope"), newlines=table)
+    loss = model(tokens, targets)          # sum of the negative log-likelihoods, in nats
+    logits = model(tokens)                 # (B, T, vocab_size)
+    for step in model.generate(prompts):   # greedy or sampled, over a KV cache
+
+Pre-norm blocks: RMSNorm, grouped-query attention (QK-norm is a switch), RMSNorm, SwiGLU; no biases, no dropout.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rope2d
+
+IGNORE = -100  # the target of a position that has no loss
+
+
+@dataclass
+class ModelConfig:
+    """Model"""
+
+    n_layer: int = 1  # blocks
+    n_head: int = 2  # query heads
+    n_kv_head: int | None = None  # key and value heads; None: as many as query heads
+    n_embd: int = 128  # width
+    head_dim: int | None = None  # size of a head; None: n_embd / n_head
+    mlp_dim: int | None = None  # hidden width of the MLP; None: 4 x n_embd
+    vocab_size: int | None = None  # tokens; None: as many as the data has
+    block_size: int = 1024  # longest sequence in tokens; a bound, it costs nothing
+    tie_weights: bool = False  # the output layer is the embedding
+    qk_norm: bool = False  # RMSNorm on q and k, as in Qwen3; it bounds the logits, and with them how far copying goes
+    norm_eps: float = 1e-6  # added to the mean square in RMSNorm
+    pos_encoding: str = "2d-rope"  # rope, 2d-rope, nope, alibi, h-rope, rnope, or several joined by +, layers in turn
+    freqs: Literal["geometric", "uniform", "mixed"] = "geometric"  # rotary frequencies (rope2d.frequencies)
+    freqs_seed: int = 0  # seed of the frequencies that are drawn
+    rope_theta: float | None = None  # base of geometric frequencies; None: 10,000 for rope, 1,000 for 2d-rope
+    grid_reset: int | None = None  # token id after which row and column restart; None: never
+    init_std: float = 0.02  # standard deviation of the matrices' initial values
+    zero_init_outputs: bool = True  # output matrices of attention and MLP start at 0, so that depth starts at identity
+
+    def __post_init__(self):
+        for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "mlp_dim", "vocab_size", "block_size"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        if self.n_embd % self.n_head and self.head_dim is None:
+            raise ValueError(
+                f"n_embd={self.n_embd} is no multiple of n_head={self.n_head}: set head_dim, or change one"
+            )
+        if self.n_head % self.kv_heads:
+            raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}")
+        for encoding in set(rope2d.layer_encodings(self.pos_encoding, self.n_layer)):
+            rope2d.check_head_dim(encoding, self.head_size)
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
+
+
+class Cache:
+    """Keys and values of the tokens seen so far, and where the next one stands.
+
+    Grows by doubling up to `limit` tokens, so that a short prompt in a model of large block_size stays cheap.
+    """
+
+    def __init__(self, n_layer: int, limit: int):
+        self.limit = limit
+        self.length = 0  # tokens seen
+        self.state: Tensor | None = None  # (3, B), rope2d.grid's
+        self.pad: Tensor | None = None  # (B,) tokens of left padding
+        self.keys: list[Tensor | None] = [None] * n_layer  # (B, Hkv, capacity, D) each
+        self.values: list[Tensor | None] = [None] * n_layer
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends k, v (B, Hkv, T, D) at self.length; returns all of them so far. `length` is moved on by the model."""
+        end = self.length + k.shape[2]
+        for store, new in ((self.keys, k), (self.values, v)):
+            old = store[layer]
+            if old is None or old.shape[2] < end:
+                capacity = end if old is None else min(self.limit, max(end, 2 * old.shape[2]))
+                store[layer] = new.new_empty(*new.shape[:2], capacity, new.shape[3])
+                if old is not None:
+                    store[layer][:, :, : self.length] = old[:, :, : self.length]
+            store[layer][:, :, self.length : end] = new
+        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+
+
+def attention_mask(n_queries: int, n_keys: int, pad: Tensor | None, device: torch.device) -> Tensor | None:
+    """Which keys each query may see: bool, (Tq, Tk) or (B, 1, Tq, Tk) with padding; None where SDPA needs no mask.
+
+    The queries are the last of the keys. With 2 queries, 5 keys, and one token of padding:   . # # # _
+                                                                                              . # # # #
+    """
+    if pad is None and n_queries in (1, n_keys):
+        return None
+    query = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
+    key = torch.arange(n_keys, device=device)
+    if pad is None:
+        return key <= query
+    mask = (key <= query) & (key >= pad[:, None, None, None])
+    return mask | (key == query)  # a padding token sees itself, or its softmax would be over nothing
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, encoding: str):
+        super().__init__()
+        self.encoding = encoding
+        self.H, self.Hkv, self.D = config.n_head, config.kv_heads, config.head_size
+        self.qkv = nn.Linear(config.n_embd, (self.H + 2 * self.Hkv) * self.D, bias=False)
+        self.out = nn.Linear(self.H * self.D, config.n_embd, bias=False)
+        self.q_norm = nn.RMSNorm(self.D, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.D, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        index: Tensor,
+        turn: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        cache: Cache | None,
+        layer: int,
+        keys_only: bool = False,
+    ) -> Tensor | None:
+        """x (B, T, C), index (B, T) for ALiBi, turn = cos, sin (B, T, D/2). With keys_only nothing is attended to: the
+        cache is filled and None returned."""
+        B, T, _ = x.shape
+        H, Hkv, D = self.H, self.Hkv, self.D
+        q, k, v = self.qkv(x).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, heads, D)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if turn is not None:
+            q, k = rope2d.rotate(q, *turn), rope2d.rotate(k, *turn)
+        scale = 1 / math.sqrt(D)
+        if self.encoding == "alibi":
+            q, k, v = rope2d.with_alibi(q, k, v, index, scale)  # (B, T, heads, D + 8)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
+        if cache is not None:
+            k, v = cache.extend(layer, k, v)
+        if keys_only:
+            return None
+        causal = mask is None and T > 1
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=H != Hkv)
+        return self.out(y[..., :D].transpose(1, 2).reshape(B, T, H * D))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        hidden = config.mlp_dim or 4 * config.n_embd
+        self.gate_up = nn.Linear(config.n_embd, 2 * hidden, bias=False)
+        self.out = nn.Linear(hidden, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.out(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, encoding: str):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.attention = Attention(config, encoding)
+        self.mlp_norm = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, *where) -> Tensor | None:
+        y = self.attention(self.attention_norm(x), *where)
+        if y is None:
+            return None
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: ModelConfig, newlines: Tensor):
+        """newlines (vocab_size,): line breaks in each token (rope2d.newline_table); kept and saved with the model."""
+        super().__init__()
+        if newlines.shape != (config.vocab_size,):
+            raise ValueError(f"newlines has {len(newlines)} entries, vocab_size={config.vocab_size}: they must agree")
+        self.config = config
+        self.register_buffer("newlines", newlines.long())
+        encodings = rope2d.layer_encodings(config.pos_encoding, config.n_layer)
+        self.rotary = nn.ModuleDict(
+            {
+                encoding: rope2d.Rotary(encoding, config.head_size, config.freqs, config.rope_theta, config.freqs_seed)
+                for encoding in sorted(set(encodings))
+                if rope2d.ROTATES[encoding]
+            }
+        )
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList([Block(config, encoding) for encoding in encodings])
+        self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_weights:
+            self.head.weight = self.embed.weight
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """
+        embedding, output layer       normal, init_std
+        qkv, gate_up                  normal, init_std
+        attention.out, mlp.out        0 with zero_init_outputs, else normal, init_std
+        norms                         1
+        """
+        for name, p in self.named_parameters():
+            if p.dim() < 2:
+                p.fill_(1.0)
+            elif name.endswith(".out.weight") and self.config.zero_init_outputs:
+                p.zero_()
+            else:
+                p.normal_(0.0, self.config.init_std)
+
+    def hidden(
+        self, tokens: Tensor, cache: Cache | None = None, pad: Tensor | None = None, keys_only: bool = False
+    ) -> Tensor | None:
+        """Final states (B, T, C) of tokens (B, T), after those in the cache, which is moved on.
+
+        pad (B,): left padding, allowed on the first chunk. keys_only fills the cache and returns None: the last layer
+        then only computes keys and values. ValueError for a sequence longer than block_size or an empty one.
+        """
+        B, T = tokens.shape
+        seen = cache.length if cache else 0
+        if T == 0:
+            raise ValueError("no tokens: expected at least one")
+        if seen + T > self.config.block_size:
+            raise ValueError(f"sequence of {seen + T} tokens is longer than block_size={self.config.block_size}")
+        if seen and pad is not None:
+            raise ValueError("pad belongs to the first chunk, before anything is in the cache")
+        before = cache.state if cache else None
+        positions, state = rope2d.grid(tokens, self.newlines, before, pad, self.config.grid_reset)
+        turns = {encoding: rotary(positions) for encoding, rotary in self.rotary.items()}
+        pad = cache.pad if seen else pad
+        mask = attention_mask(T, seen + T, pad, tokens.device)
+        x = self.embed(tokens)
+        for i, block in enumerate(self.blocks):
+            turn = turns.get(block.attention.encoding)
+            x = block(x, positions[rope2d.INDEX], turn, mask, cache, i, keys_only and i == len(self.blocks) - 1)
+        if cache is not None:
+            cache.length, cache.state, cache.pad = seen + T, state, pad
+        return None if x is None else self.norm(x)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """tokens (B, T) -> logits (B, T, vocab_size); with targets (B, T), IGNORE where there is none, the summed loss.
+
+        A sum, in nats: dividing it by the number of targets of a whole step is the caller's, who alone knows it.
+        """
+        logits = self.head(self.hidden(tokens))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def new_cache(self) -> Cache:
+        return Cache(self.config.n_layer, self.config.block_size)
+
+    @torch.inference_mode()
+    def prefill(self, tokens: Tensor, cache: Cache, pad: Tensor | None = None, chunk: int = 512) -> None:
+        """Puts tokens (B, T) into the cache, `chunk` at a time, so that memory grows linearly with length."""
+        for start in range(0, tokens.shape[1], chunk):
+            self.hidden(tokens[:, start : start + chunk], cache, pad if start == 0 else None, keys_only=True)
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> Iterator[Tensor]:
+        """Yields the next token of every prompt, (B,) int64, max_new_tokens times; prompts may differ in length.
+
+        temperature 0 is greedy. Stopping at a token is the caller's: leave the loop.
+        """
+        device = self.newlines.device
+        longest = max(map(len, prompts), default=0)
+        if not prompts or not min(map(len, prompts)):
+            raise ValueError("an empty prompt: expected at least one token in each")
+        if longest + max_new_tokens > self.config.block_size:
+            raise ValueError(
+                f"prompt of {longest} tokens and {max_new_tokens} new ones exceed block_size={self.config.block_size}"
+            )
+        tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
+        pad = torch.tensor([longest - len(p) for p in prompts], device=device)
+        cache, generator = self.new_cache(), torch.Generator(device).manual_seed(seed)
+        pad = pad if pad.any() else None
+        if longest > 1:
+            self.prefill(tokens[:, :-1], cache, pad)
+            pad, tokens = None, tokens[:, -1:]
+        for _ in range(max_new_tokens):
+            logits = self.head(self.hidden(tokens, cache, pad))[:, -1]
+            pad, tokens = None, sample(logits.float(), temperature, top_k, top_p, generator)[:, None]
+            yield tokens[:, 0]
+
+
+def sample(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> Tensor:
+    """One token a row of logits (B, vocab_size): (B,). top_p keeps the fewest tokens that hold that probability."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits, order = (logits / temperature).sort(dim=-1, descending=True)
+    if top_k is not None:
+        logits[:, top_k:] = -math.inf
+    if top_p is not None:
+        probability = logits.softmax(-1)
+        logits[probability.cumsum(-1) - probability >= top_p] = -math.inf  # the first always stays
+    choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+    return order.gather(1, choice)[:, 0]
+
+
+def read_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> dict:
+    """The dict that train.py saved. FileNotFoundError, or RuntimeError for a file that is damaged or none of ours."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such checkpoint")
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+    except (RuntimeError, UnpicklingError, EOFError, OSError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RuntimeError(f"{path}: damaged, or not a checkpoint ({reason})") from error
+    if not isinstance(checkpoint, dict) or not {"model", "config"} <= checkpoint.keys():
+        raise RuntimeError(f"{path}: not a checkpoint of train.py: no 'model' and 'config' in it")
+    return checkpoint
+
+
+def from_checkpoint(checkpoint: dict, device: str | torch.device = "cpu", **changes) -> Decoder:
+    """The model in a checkpoint; `changes` replace values of its config that leave the weights' shapes alone."""
+    names = {field.name for field in fields(ModelConfig)}
+    values = {name: value for name, value in checkpoint["config"].items() if name in names}
+    model = Decoder(ModelConfig(**values | changes), checkpoint["model"]["newlines"])
+    model.load_state_dict(checkpoint["model"])
+    return model.to(device)

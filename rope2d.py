@@ -1,0 +1,176 @@
+"""Positions and rotations: RoPE, 2D-RoPE, NoPE, ALiBi, and layers that take them in turn. Needs torch alone.
+
+2D-RoPE gives each token a row and a column. A line break is the last token of its own line:
+
+    tokens   <n> I: 0  1  1  <n> <n> O: 0  1  1  <n>
+    row       0  1  1  1  1   1   2  3  3  3  3   3      line breaks before the token
+    col       0  0  1  2  3   4   0  0  1  2  3   4      offset in its line
+
+A token of the copy stands in the same column as the token that it copies shifted by a constant, whatever the length:
+copying is a look-up at a fixed (row, col) offset. A head of size D rotates half of its pairs by the row and half by
+the column; pair i is the channels (i, i + D/2), as in Hugging Face's Qwen3 and Llama:
+
+    channel    0 ..  D/4  | D/4 .. D/2 | D/2 .. 3D/4 | 3D/4 .. D
+    turned by     row     |    col     |     row     |    col
+
+    positions, state = grid(tokens, newlines)                 # (3, B, T) index, row, col
+    cos, sin = Rotary("2d-rope", head_dim=64)(positions)      # once a forward, for all layers
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)           # (B, T, H, D), (B, T, Hkv, D)
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+INDEX, ROW, COL = 0, 1, 2  # the planes of `positions`
+
+# What each encoding rotates by: the pairs of a head are shared out evenly among the planes named here.
+ROTATES = {"rope": (INDEX,), "2d-rope": (ROW, COL), "nope": (), "alibi": ()}
+ALIASES = {"h-rope": "rope+2d-rope", "rnope": "rope+nope"}  # paper sections 5 and 3.4.2
+THETA = {"rope": 10_000.0, "2d-rope": 1_000.0}  # paper, appendix D.1
+
+
+def layer_encodings(pos_encoding: str, n_layer: int) -> list[str]:
+    """The encoding of each layer: names joined by `+` take turns. ValueError for a name that is not known."""
+    names = ALIASES.get(pos_encoding, pos_encoding).split("+")
+    for name in names:
+        if name not in ROTATES:
+            known = ", ".join([*ROTATES, *ALIASES])
+            raise ValueError(f"pos_encoding={pos_encoding!r}: no encoding {name!r}; there are {known}, or several by +")
+    return [names[i % len(names)] for i in range(n_layer)]
+
+
+def newline_table(token_bytes: Sequence[bytes]) -> Tensor:
+    """Line breaks in each token of a vocabulary: (vocab_size,) int64, from the bytes that each token stands for.
+
+    BPE vocabularies glue line breaks to other characters, so a rule on one token id misses most of them.
+    """
+    return torch.tensor([piece.count(b"\n") for piece in token_bytes], dtype=torch.int64)
+
+
+def grid(
+    tokens: Tensor,
+    newlines: Tensor,
+    state: Tensor | None = None,
+    pad: Tensor | None = None,
+    grid_reset: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Where each token stands, and where the next one will.
+
+    tokens (B, T) int64; newlines (vocab_size,) int64, see `newline_table`; state (3, B), what an earlier call
+    returned, to go on from there; pad (B,) tokens of left padding, which take no place: the first real token is at
+    (0, 0); grid_reset, a token id after which row and column restart. Returns positions (3, B, T) int64 - index, row,
+    col, negative on padding - and the state after the last token (3, B).
+    A token with k >= 1 line breaks keeps its own place and puts the next token at (row + k, 0).
+    """
+    B, T = tokens.shape
+    zero = tokens.new_zeros(B)
+    index0, row0, col0 = (zero, zero, zero) if state is None else state
+    pad = zero if pad is None else pad
+    at = torch.arange(T + 1, device=tokens.device)  # T + 1: the last column is the place of the next token
+    breaks = newlines[tokens].masked_fill(at[:T] < pad[:, None], 0)
+    broke = F.pad(breaks, (1, 0))  # (B, T + 1) line breaks in the token before
+    row = row0[:, None] + broke.cumsum(1)
+    new_line = broke > 0
+    if grid_reset is not None:
+        fresh = F.pad((tokens == grid_reset) & (at[:T] >= pad[:, None]), (1, 0))
+        row = row - torch.where(fresh, row, 0).cummax(1).values
+        new_line = new_line | fresh
+    line_start = torch.where(new_line, at, (pad - col0)[:, None]).cummax(1).values
+    positions = torch.stack([(index0 - pad)[:, None] + at, row, at - line_start])  # (3, B, T + 1)
+    return positions[..., :T], positions[..., T]
+
+
+def frequencies(kind: str, n: int, theta: float, seed: int) -> Tensor:
+    """n frequencies in radians per step, (n,) float64.
+
+    `geometric`: theta^(-i/n), RoPE's. `uniform`: each from Unif[0, pi), which for integer positions is the
+    Unif[0, 2 pi) of the paper's Theorem 4.1 (a turn by f and one by 2 pi - f are mirror images). `mixed`: half of each.
+    """
+    geometric = theta ** (-torch.arange(n, dtype=torch.float64) / n)
+    uniform = math.pi * torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    if kind == "geometric":
+        return geometric
+    if kind == "uniform":
+        return uniform
+    if kind == "mixed":
+        return torch.cat([geometric[0::2], uniform[1::2]])
+    raise ValueError(f"freqs={kind!r}: expected 'geometric', 'uniform' or 'mixed'")
+
+
+def check_head_dim(encoding: str, head_dim: int) -> None:
+    """ValueError where head_dim does not divide into the pairs that the encoding turns."""
+    multiple = 2 * len(ROTATES[encoding]) or 1
+    if head_dim < 1 or head_dim % multiple:
+        raise ValueError(f"head_dim={head_dim}: {encoding} needs a multiple of {multiple}")
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of an encoding, from positions.
+
+    Frequencies are kept as int64 fractions of a turn, in units of 2^-64. An integer position times such a fraction
+    overflows modulo 2^64, and that is the reduction modulo one turn, exact at any position and on any device: float32
+    is off by 0.01 rad at position 10^5, and not every device has float64. It also keeps `.to(bfloat16)` away from them.
+    """
+
+    def __init__(
+        self, encoding: str, head_dim: int, freqs: str = "geometric", theta: float | None = None, seed: int = 0
+    ):
+        """encoding: a name in ROTATES; theta: base of the geometric frequencies, None for the encoding's own."""
+        super().__init__()
+        check_head_dim(encoding, head_dim)
+        self.planes = list(ROTATES[encoding])
+        n = head_dim // 2 // len(self.planes)
+        theta = THETA[encoding] if theta is None else theta
+        freqs = torch.stack([frequencies(freqs, n, theta, seed + i) for i in range(len(self.planes))])
+        turns = [[round(f / math.tau * 2**64) for f in plane] for plane in freqs.tolist()]
+        wrapped = [[(t + 2**63) % 2**64 - 2**63 for t in plane] for plane in turns]  # two's complement
+        self.register_buffer("turns", torch.tensor(wrapped, dtype=torch.int64))  # (planes, n)
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """positions (3, B, T) int64 -> radians in [-pi, pi], (B, T, D/2) float32, within 4e-7 of exact."""
+        places = positions[self.planes].movedim(0, -1)  # (B, T, planes)
+        turns = places[..., None] * self.turns  # (B, T, planes, n), wraps at one turn
+        return turns.flatten(-2).float() * (math.pi / 2**63)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions (3, B, T) int64 -> cos, sin (B, T, D/2) float32."""
+        angles = self.angles(positions)
+        return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (i, i + D/2) of x (B, T, H, D) by the angles of cos, sin (B, T, D/2). In float32, returned in
+    x's dtype."""
+    cos, sin = cos[:, :, None], sin[:, :, None]  # (B, T, 1, D/2)
+    a, b = x.float().chunk(2, dim=-1)  # (B, T, H, D/2) each
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def alibi_slopes(n_head: int) -> Tensor:
+    """(H,) float32, as in Press et al. 2021, rounded to bfloat16 so that every dtype computes the same bias."""
+    power = 2 ** math.floor(math.log2(n_head))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(n_head - power)]
+    return torch.tensor(slopes).bfloat16().float()
+
+
+ALIBI_CHANNELS = 8  # 3 are used; fused attention wants head sizes that are multiples of 8
+
+
+def with_alibi(q: Tensor, k: Tensor, v: Tensor, index: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """ALiBi as extra channels of q (B, T, H, D), k and v (B, T, Hkv, D), for any fused attention: (..., D + 8) each.
+
+    The bias -slope (i - j) is slope j + a constant of the row, which softmax ignores, so q carries the slope and k its
+    own position. index (B, T) is that position; in bfloat16 it is exact only below 257, so it travels as three digits
+    in base 256, scaled to stay within float16. `scale` is what attention multiplies q k by. v gets zeros; drop them.
+    """
+    digits = torch.stack([index & 255, (index >> 8 & 255) << 4, (index >> 16) << 8], dim=-1)  # (B, T, 3)
+    slope = (alibi_slopes(q.shape[2]).to(q.device) / scale).bfloat16().float()  # (H,)
+    weights = slope[:, None] * torch.tensor([1.0, 16.0, 256.0], device=q.device)  # (H, 3)
+    extra_k = F.pad(digits.to(k.dtype), (0, ALIBI_CHANNELS - 3))[:, :, None].expand(*k.shape[:3], -1)
+    extra_q = F.pad(weights.to(q.dtype), (0, ALIBI_CHANNELS - 3)).expand(*q.shape[:3], -1)
+    return torch.cat([q, extra_q], -1), torch.cat([k, extra_k], -1), F.pad(v, (0, ALIBI_CHANNELS))
