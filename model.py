@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,9 @@ class ModelConfig:
     freqs: Literal["geometric", "uniform", "mixed"] = "geometric"  # rotary frequencies (rope2d.frequencies)
     freqs_seed: int = 0  # seed of the frequencies that are drawn
     rope_theta: float | None = None  # base of geometric frequencies; None: 10,000 for rope, 1,000 for 2d-rope
+    auto_gate: Literal["saturating", "sigmoid"] = "saturating"  # auto-2d-rope's gates; sigmoid is the paper's
+    auto_stretch: float = 0.3  # saturating gates: how far the sigmoid is stretched beyond 0 and 1 before the clamp
+    auto_bias: float = 0.7  # initial bias of the gates
     grid_reset: int | None = None  # token id after which row and column restart; None: never
     init_std: float = 0.02  # standard deviation of the matrices' initial values
     zero_init_outputs: bool = True  # output matrices of attention and MLP start at 0, so that depth starts at identity
@@ -82,6 +85,7 @@ class Cache:
         self.pad: Tensor | None = None  # (B,) tokens of left padding
         self.keys: list[Tensor | None] = [None] * n_layer  # (B, Hkv, capacity, D) each
         self.values: list[Tensor | None] = [None] * n_layer
+        self.auto_states: list[Tensor | None] = [None] * n_layer  # (2, B) each, rope2d.AutoGrid's
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends k, v (B, Hkv, T, D) at self.length; returns all of them so far. `length` is moved on by the model."""
@@ -113,44 +117,62 @@ def attention_mask(n_queries: int, n_keys: int, pad: Tensor | None, device: torc
     return mask | (key == query)  # a padding token sees itself, or its softmax would be over nothing
 
 
+def make_rotary(config: ModelConfig, encoding: str) -> rope2d.Rotary:
+    return rope2d.Rotary(encoding, config.head_size, config.freqs, config.rope_theta, config.freqs_seed)
+
+
+class Place(NamedTuple):
+    """Where the tokens of a forward stand: what every layer needs beside its input."""
+
+    positions: Tensor  # (3, B, T), rope2d.grid's
+    turns: dict[str, tuple[Tensor, Tensor]]  # cos, sin (B, T, D/2) of each rotary encoding that layers share
+    mask: Tensor | None  # attention_mask
+    pad: Tensor | None  # (B,) left padding among these tokens
+    cache: Cache | None
+
+
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, encoding: str):
+    def __init__(self, config: ModelConfig, layer: int, encoding: str):
         super().__init__()
-        self.encoding = encoding
+        self.layer, self.encoding = layer, encoding
         self.H, self.Hkv, self.D = config.n_head, config.kv_heads, config.head_size
         self.qkv = nn.Linear(config.n_embd, (self.H + 2 * self.Hkv) * self.D, bias=False)
         self.out = nn.Linear(self.H * self.D, config.n_embd, bias=False)
         self.q_norm = nn.RMSNorm(self.D, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.D, config.norm_eps) if config.qk_norm else nn.Identity()
+        if encoding == "auto-2d-rope":
+            self.grid = rope2d.AutoGrid(config.n_embd, config.auto_gate, config.auto_stretch, config.auto_bias)
+            self.rotary = make_rotary(config, encoding)
 
-    def forward(
-        self,
-        x: Tensor,
-        index: Tensor,
-        turn: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
-        cache: Cache | None,
-        layer: int,
-        keys_only: bool = False,
-    ) -> Tensor | None:
-        """x (B, T, C), index (B, T) for ALiBi, turn = cos, sin (B, T, D/2). With keys_only nothing is attended to: the
-        cache is filled and None returned."""
+    def turn(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor] | None:
+        """cos, sin (B, T, D/2) of this layer, None if it does not rotate."""
+        if self.encoding != "auto-2d-rope":
+            return place.turns.get(self.encoding)
+        states = place.cache.auto_states if place.cache else [None] * (self.layer + 1)
+        positions, states[self.layer] = self.grid(x, place.positions, states[self.layer], place.pad)
+        return self.rotary(positions)
+
+    def forward(self, x: Tensor, place: Place, keys_only: bool = False) -> Tensor | None:
+        """x (B, T, C). With keys_only nothing is attended to: the cache is filled and None returned."""
         B, T, _ = x.shape
         H, Hkv, D = self.H, self.Hkv, self.D
         q, k, v = self.qkv(x).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, heads, D)
         q, k = self.q_norm(q), self.k_norm(k)
+        turn = self.turn(x, place)
         if turn is not None:
             q, k = rope2d.rotate(q, *turn), rope2d.rotate(k, *turn)
         scale = 1 / math.sqrt(D)
         if self.encoding == "alibi":
-            q, k, v = rope2d.with_alibi(q, k, v, index, scale)  # (B, T, heads, D + 8)
+            q, k, v = rope2d.with_alibi(q, k, v, place.positions[rope2d.INDEX], scale)  # (B, T, heads, D + 8)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
-        if cache is not None:
-            k, v = cache.extend(layer, k, v)
+        if place.cache is not None:
+            k, v = place.cache.extend(self.layer, k, v)
         if keys_only:
             return None
-        causal = mask is None and T > 1
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=H != Hkv)
+        causal = place.mask is None and T > 1
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=place.mask, is_causal=causal, scale=scale, enable_gqa=H != Hkv
+        )
         return self.out(y[..., :D].transpose(1, 2).reshape(B, T, H * D))
 
 
@@ -169,15 +191,15 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, encoding: str):
+    def __init__(self, config: ModelConfig, layer: int, encoding: str):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.n_embd, config.norm_eps)
-        self.attention = Attention(config, encoding)
+        self.attention = Attention(config, layer, encoding)
         self.mlp_norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, *where) -> Tensor | None:
-        y = self.attention(self.attention_norm(x), *where)
+    def forward(self, x: Tensor, place: Place, keys_only: bool = False) -> Tensor | None:
+        y = self.attention(self.attention_norm(x), place, keys_only)
         if y is None:
             return None
         x = x + y
@@ -193,15 +215,10 @@ class Decoder(nn.Module):
         self.config = config
         self.register_buffer("newlines", newlines.long())
         encodings = rope2d.layer_encodings(config.pos_encoding, config.n_layer)
-        self.rotary = nn.ModuleDict(
-            {
-                encoding: rope2d.Rotary(encoding, config.head_size, config.freqs, config.rope_theta, config.freqs_seed)
-                for encoding in sorted(set(encodings))
-                if rope2d.ROTATES[encoding]
-            }
-        )
+        shared = sorted(set(encodings) - {"auto-2d-rope", "nope", "alibi"})
+        self.rotary = nn.ModuleDict({encoding: make_rotary(config, encoding) for encoding in shared})
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.blocks = nn.ModuleList([Block(config, encoding) for encoding in encodings])
+        self.blocks = nn.ModuleList([Block(config, i, encoding) for i, encoding in enumerate(encodings)])
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
@@ -215,8 +232,11 @@ class Decoder(nn.Module):
         qkv, gate_up                  normal, init_std
         attention.out, mlp.out        0 with zero_init_outputs, else normal, init_std
         norms                         1
+        auto-2d-rope's gates          by rope2d.AutoGrid, left alone here
         """
         for name, p in self.named_parameters():
+            if ".grid." in name:
+                continue
             if p.dim() < 2:
                 p.fill_(1.0)
             elif name.endswith(".out.weight") and self.config.zero_init_outputs:
@@ -243,14 +263,13 @@ class Decoder(nn.Module):
         before = cache.state if cache else None
         positions, state = rope2d.grid(tokens, self.newlines, before, pad, self.config.grid_reset)
         turns = {encoding: rotary(positions) for encoding, rotary in self.rotary.items()}
-        pad = cache.pad if seen else pad
-        mask = attention_mask(T, seen + T, pad, tokens.device)
+        all_pad = cache.pad if seen else pad
+        place = Place(positions, turns, attention_mask(T, seen + T, all_pad, tokens.device), pad, cache)
         x = self.embed(tokens)
         for i, block in enumerate(self.blocks):
-            turn = turns.get(block.attention.encoding)
-            x = block(x, positions[rope2d.INDEX], turn, mask, cache, i, keys_only and i == len(self.blocks) - 1)
+            x = block(x, place, keys_only and i == len(self.blocks) - 1)
         if cache is not None:
-            cache.length, cache.state, cache.pad = seen + T, state, pad
+            cache.length, cache.state, cache.pad = seen + T, state, all_pad
         return None if x is None else self.norm(x)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

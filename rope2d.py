@@ -28,9 +28,9 @@ from torch import Tensor, nn
 INDEX, ROW, COL = 0, 1, 2  # the planes of `positions`
 
 # What each encoding rotates by: the pairs of a head are shared out evenly among the planes named here.
-ROTATES = {"rope": (INDEX,), "2d-rope": (ROW, COL), "nope": (), "alibi": ()}
+ROTATES = {"rope": (INDEX,), "2d-rope": (ROW, COL), "auto-2d-rope": (ROW, COL), "nope": (), "alibi": ()}
 ALIASES = {"h-rope": "rope+2d-rope", "rnope": "rope+nope"}  # paper sections 5 and 3.4.2
-THETA = {"rope": 10_000.0, "2d-rope": 1_000.0}  # paper, appendix D.1
+THETA = {"rope": 10_000.0, "2d-rope": 1_000.0, "auto-2d-rope": 1_000.0}  # paper, appendix D.1
 
 
 def layer_encodings(pos_encoding: str, n_layer: int) -> list[str]:
@@ -131,15 +131,100 @@ class Rotary(nn.Module):
         self.register_buffer("turns", torch.tensor(wrapped, dtype=torch.int64))  # (planes, n)
 
     def angles(self, positions: Tensor) -> Tensor:
-        """positions (3, B, T) int64 -> radians in [-pi, pi], (B, T, D/2) float32, within 4e-7 of exact."""
-        places = positions[self.planes].movedim(0, -1)  # (B, T, planes)
-        turns = places[..., None] * self.turns  # (B, T, planes, n), wraps at one turn
-        return turns.flatten(-2).float() * (math.pi / 2**63)
+        """positions (3, B, T), int64 or real -> radians (B, T, D/2) float32, within 4e-7 of exact but for whole turns.
+
+        Of a real position, the nearest integer goes the exact way, and what is left, at most 1/2, carries the gradient.
+        """
+        places = positions[self.planes].movedim(0, -1)[..., None]  # (B, T, planes, 1)
+        whole = places.detach().round().long() if places.is_floating_point() else places
+        turn = math.pi / 2**63
+        angles = (whole * self.turns).float() * turn  # (B, T, planes, n), wraps at one turn
+        if places.is_floating_point():
+            angles = angles + (places - whole).float() * (self.turns.float() * turn)
+        return angles.flatten(-2)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions (3, B, T) int64 -> cos, sin (B, T, D/2) float32."""
+        """positions (3, B, T) -> cos, sin (B, T, D/2) float32."""
         angles = self.angles(positions)
         return angles.cos(), angles.sin()
+
+
+class AffineScan(torch.autograd.Function):
+    """h[0] = start, h[t + 1] = a[t] h[t] + b[t]: (..., T + 1) from a, b (..., T) and start (...,).
+
+    The maps compose, (a2, b2) after (a1, b1) = (a1 a2, a2 b1 + b2), so log2 T doublings do it. The gradient of the sum
+    over later steps obeys the same recurrence backwards in time.
+    """
+
+    @staticmethod
+    def scan(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+        a, h = a.clone(), torch.cat([start[..., None], b], dim=-1)
+        h[..., 1:2] += a[..., :1] * h[..., :1]
+        reach = 1
+        while reach < a.shape[-1]:
+            h[..., 1 + reach :] += a[..., reach:] * h[..., 1:-reach]
+            a[..., reach:] = a[..., reach:] * a[..., :-reach]
+            reach *= 2
+        return h
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+        h = AffineScan.scan(a, b, start)
+        ctx.save_for_backward(a, h)
+        return h
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, h = ctx.saved_tensors
+        total = AffineScan.scan(a.flip(-1), grad[..., :-1].flip(-1), grad[..., -1]).flip(-1)  # (..., T + 1)
+        return total[..., 1:] * h[..., :-1], total[..., 1:], total[..., 0]
+
+
+class AutoGrid(nn.Module):
+    """Auto-2D-RoPE's grid, learned from the text. Paper, appendix F.
+
+    Two gates of each token's state, A and B in [0, 1], place the token after it:
+
+        col[t + 1] = A[t] col[t] + B[t]        row[t + 1] = row[t] + (1 - A[t])        from (0, 0)
+
+    A = B = 1 moves one column on; A = 0 starts a new row.
+    """
+
+    def __init__(self, n_embd: int, gate: str = "saturating", stretch: float = 0.3, bias: float = 0.7):
+        super().__init__()
+        self.gate, self.stretch = gate, stretch
+        self.proj = nn.Linear(n_embd, 2)
+        self.register_buffer("rounded", torch.tensor(False))
+        with torch.no_grad():
+            self.proj.weight.normal_(0.0, 0.02)
+            self.proj.bias.fill_(bias)
+
+    def gates(self, x: Tensor) -> Tensor:
+        """A and B of x (B, T, C): (2, B, T) float32."""
+        with torch.autocast(x.device.type, enabled=False):
+            z = self.proj(x.float()).movedim(-1, 0)
+        gates = z.sigmoid()
+        if self.gate == "saturating":
+            gates = ((1 + 2 * self.stretch) * gates - self.stretch).clamp(0, 1)
+        if self.rounded:
+            gates = gates + (gates.round() - gates).detach()
+        return gates
+
+    def forward(self, x: Tensor, positions: Tensor, state: Tensor | None = None, pad: Tensor | None = None):
+        """positions (3, B, T) with row and col replaced by learned ones, real; and the state after (2, B)."""
+        B, T, _ = x.shape
+        A, B_ = self.gates(x)
+        wide = torch.float32 if x.device.type == "mps" else torch.float64
+        A, B_ = A.to(wide), B_.to(wide)
+        if pad is not None:
+            hidden = torch.arange(T, device=x.device) < pad[:, None]
+            A, B_ = A.masked_fill(hidden, 1), B_.masked_fill(hidden, 0)
+        state = A.new_zeros(2, B) if state is None else state
+        col = AffineScan.apply(A, B_, state[1])
+        row = state[0][:, None] + F.pad((1 - A).cumsum(1), (1, 0))
+        index = positions[INDEX].to(wide)
+        return torch.stack([index, row[:, :T], col[:, :T]]), torch.stack([row[:, T], col[:, T]])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -50,6 +50,8 @@ class TrainConfig:
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: flat, then linear over the last tenth of the steps
     warmup_steps: int = 100  # linear from 0
     weight_decay: float = 0.01  # on matrices alone
+    gate_lr_scale: float = 3.0  # learning rate of auto-2d-rope's gates, in units of the others'
+    gate_round_from: float = 1.0  # share of the steps after which the gates are rounded to 0 and 1
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
@@ -120,13 +122,16 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def make_optimizer(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with decay on matrices, none on norms."""
-    params = [p for p in model.parameters() if p.requires_grad]
+    """AdamW with decay on matrices, none on norms and gates."""
+    gates = [p for name, p in model.named_parameters() if ".grid." in name]
+    others = [p for name, p in model.named_parameters() if ".grid." not in name]
     groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay, "lr_scale": 1.0},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
+        {"params": gates, "weight_decay": 0.0, "lr_scale": config.gate_lr_scale},
     ]
-    fused = params[0].device.type in ("cuda", "cpu")
+    groups = [group for group in groups if group["params"]]
+    fused = others[0].device.type in ("cuda", "cpu")
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 
@@ -301,7 +306,10 @@ def train(model_config: ModelConfig, task: CopyConfig, config: TrainConfig) -> N
         began = time.perf_counter()
         lr = learning_rate(config, step)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
+        for module in model.modules():
+            if isinstance(module, rope2d.AutoGrid):
+                module.rounded.fill_(step >= config.gate_round_from * config.max_steps)
         micro, n_targets = copy_batch(config, task, step, "train", rank, world)
         step_loss = torch.zeros((), device=device)
         for i, (tokens, targets) in enumerate(micro):
