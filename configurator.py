@@ -111,7 +111,8 @@ def run_cli(run: Callable[[], None]) -> None:
     except (ValueError, FileNotFoundError, RuntimeError) as error:
         if os.environ.get("NANO2D_TRACEBACK") == "1":
             raise
-        print(f"error: {error}", file=sys.stderr)
+        hint = " (NANO2D_TRACEBACK=1 shows where)" if isinstance(error, RuntimeError) else ""
+        print(f"error: {error}{hint}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -33,13 +33,20 @@ IGNORE = -100  # the target of a position that has no loss
 class CopyConfig:
     """Copy task"""
 
-    task: Literal["imbalanced", "recursive-flip", "uniform", "repeat-structure"] = "imbalanced"  # strings to train on
+    copy_task: Literal["imbalanced", "recursive-flip", "uniform", "repeat-structure"] = (
+        "imbalanced"  # strings to train on
+    )
     max_length: int = 20  # lengths of strings are uniform in [1, max_length], in tokens
     noise: float = 0.1  # share of training strings drawn from 32 symbols, not 2
     repeat_p: float = 0.9  # repeat-structure: probability that a token of the repeated base is left as it is
     separator: Literal["<n>", "*"] = "<n>"  # what ends a line; "*" is a token that 2D-RoPE's rule does not know
 
     def __post_init__(self):
+        if self.copy_task not in TASKS or self.separator not in SEPARATORS:
+            raise ValueError(
+                f"copy_task={self.copy_task!r}, separator={self.separator!r}: expected one of {', '.join(TASKS)}, and "
+                f"one of {', '.join(SEPARATORS)}"
+            )
         if self.max_length < 1:
             raise ValueError(f"max_length={self.max_length}: expected at least 1")
         for name in ("noise", "repeat_p"):
@@ -110,11 +117,13 @@ def pack(sources: NDArray[np.int64], lengths: NDArray[np.int64], separator: int 
 
 def batch(config: CopyConfig, n: int, step: int, seed: int, stream: str = "train") -> tuple[NDArray, NDArray, NDArray]:
     """Samples 0 .. n-1 of a step, shortest first: inputs (n, T), targets (n, T), lengths (n,). int64, right-padded."""
+    if stream not in STREAMS:
+        raise ValueError(f"stream={stream!r}: expected one of {', '.join(STREAMS)}")
     sample = np.arange(n)[:, None]
     keys = (seed, STREAMS[stream], step, sample)
     lengths = random_int(1, config.max_length, *keys, 3)  # (n, 1)
     width = int(lengths.max())
-    sources = strings(config.task, width, keys, config.repeat_p)
+    sources = strings(config.copy_task, width, keys, config.repeat_p)
     if config.noise:
         noisy = random_unit(*keys, 4) < config.noise
         sources = np.where(noisy, random_int(0, N_SYMBOLS - 1, *keys, 5, np.arange(width)), sources)
@@ -126,6 +135,8 @@ def batch(config: CopyConfig, n: int, step: int, seed: int, stream: str = "train
 
 def evaluation_strings(task: str, low: int, high: int, n: int, seed: int) -> list[NDArray[np.int64]]:
     """n strings with lengths uniform in [low, high], for tests: never noisy, never those of training."""
+    if task not in TASKS or not 1 <= low <= high:
+        raise ValueError(f"{task=}, {low=}, {high=}: expected one of {', '.join(TASKS)}, and 1 <= low <= high")
     keys = (seed, STREAMS["evaluation"], TASKS.index(task), low, high, np.arange(n)[:, None])
     lengths = random_int(low, high, *keys, 3)[:, 0]
     return [row[:length] for row, length in zip(strings(task, high, keys), lengths, strict=True)]

@@ -9,10 +9,10 @@ Pre-norm blocks: RMSNorm, grouped-query attention (QK-norm is a switch), RMSNorm
 """
 
 import math
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Literal, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class ModelConfig:
     block_size: int = 1024  # longest sequence in tokens; a bound, it costs nothing
     tie_weights: bool = False  # the output layer is the embedding
     qk_norm: bool = False  # RMSNorm on q and k, as in Qwen3; it bounds the logits, and with them how far copying goes
+    logit_scale: Literal["none", "log_n"] = "none"  # log_n: q times a learned scalar a head times log(visible keys)
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm
     pos_encoding: str = "2d-rope"  # rope, 2d-rope, nope, alibi, h-rope, rnope, or several joined by +, layers in turn
     freqs: Literal["geometric", "uniform", "mixed"] = "geometric"  # rotary frequencies (rope2d.frequencies)
@@ -48,6 +49,7 @@ class ModelConfig:
     auto_bias: float = 0.7  # initial bias of the gates
     grid_reset: int | None = None  # token id after which row and column restart; None: never
     init_std: float = 0.02  # standard deviation of the matrices' initial values
+    embed_common: float = 0.0  # size of a vector that all embeddings start with in common, in units of init_std
     zero_init_outputs: bool = True  # output matrices of attention and MLP start at 0, so that depth starts at identity
 
     def __post_init__(self):
@@ -140,6 +142,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(self.H * self.D, config.n_embd, bias=False)
         self.q_norm = nn.RMSNorm(self.D, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.D, config.norm_eps) if config.qk_norm else nn.Identity()
+        if config.logit_scale == "log_n":
+            self.log_n_scale = nn.Parameter(torch.ones(self.H))
+        self.log_n = config.logit_scale == "log_n"
         if encoding == "auto-2d-rope":
             self.grid = rope2d.AutoGrid(config.n_embd, config.auto_gate, config.auto_stretch, config.auto_bias)
             self.rotary = make_rotary(config, encoding)
@@ -158,6 +163,9 @@ class Attention(nn.Module):
         H, Hkv, D = self.H, self.Hkv, self.D
         q, k, v = self.qkv(x).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, heads, D)
         q, k = self.q_norm(q), self.k_norm(k)
+        if self.log_n:
+            visible = (place.positions[rope2d.INDEX] + 1).clamp(min=1)  # (B, T)
+            q = q * (visible.log()[..., None] * self.log_n_scale)[..., None].to(q.dtype)
         turn = self.turn(x, place)
         if turn is not None:
             q, k = rope2d.rotate(q, *turn), rope2d.rotate(k, *turn)
@@ -228,7 +236,8 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """
-        embedding, output layer       normal, init_std
+        output layer                  normal, init_std
+        embedding                     normal, init_std, plus one normal vector for all, embed_common x init_std
         qkv, gate_up                  normal, init_std
         attention.out, mlp.out        0 with zero_init_outputs, else normal, init_std
         norms                         1
@@ -243,6 +252,7 @@ class Decoder(nn.Module):
                 p.zero_()
             else:
                 p.normal_(0.0, self.config.init_std)
+        self.embed.weight += self.config.init_std * self.config.embed_common * torch.randn(self.config.n_embd)
 
     def hidden(
         self, tokens: Tensor, cache: Cache | None = None, pad: Tensor | None = None, keys_only: bool = False
@@ -260,11 +270,13 @@ class Decoder(nn.Module):
             raise ValueError(f"sequence of {seen + T} tokens is longer than block_size={self.config.block_size}")
         if seen and pad is not None:
             raise ValueError("pad belongs to the first chunk, before anything is in the cache")
+        all_pad = cache.pad if seen else pad
+        pad = None if all_pad is None else (all_pad - seen).clamp(0, T)  # it may reach beyond the first chunk
         before = cache.state if cache else None
         positions, state = rope2d.grid(tokens, self.newlines, before, pad, self.config.grid_reset)
         turns = {encoding: rotary(positions) for encoding, rotary in self.rotary.items()}
-        all_pad = cache.pad if seen else pad
-        place = Place(positions, turns, attention_mask(T, seen + T, all_pad, tokens.device), pad, cache)
+        mask = attention_mask(T, seen + T, all_pad, tokens.device)
+        place = Place(positions, turns, mask, pad, cache)
         x = self.embed(tokens)
         for i, block in enumerate(self.blocks):
             x = block(x, place, keys_only and i == len(self.blocks) - 1)
@@ -330,6 +342,8 @@ def sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> Tensor:
     """One token a row of logits (B, vocab_size): (B,). top_p keeps the fewest tokens that hold that probability."""
+    if temperature < 0 or top_k is not None and top_k < 1 or top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"{temperature=}, {top_k=}, {top_p=}: expected at least 0, at least 1, and within (0, 1]")
     if temperature == 0:
         return logits.argmax(-1)
     logits, order = (logits / temperature).sort(dim=-1, descending=True)
@@ -348,8 +362,11 @@ def read_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> dic
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such checkpoint")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
+            if name := archive.testzip():
+                raise zipfile.BadZipFile(f"bad checksum of {name}")
         checkpoint = torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, UnpicklingError, EOFError, OSError, KeyError) as error:
+    except Exception as error:  # a damaged file fails in a dozen ways
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RuntimeError(f"{path}: damaged, or not a checkpoint ({reason})") from error
     if not isinstance(checkpoint, dict) or not {"model", "config"} <= checkpoint.keys():

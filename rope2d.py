@@ -195,7 +195,6 @@ class AutoGrid(nn.Module):
         super().__init__()
         self.gate, self.stretch = gate, stretch
         self.proj = nn.Linear(n_embd, 2)
-        self.register_buffer("rounded", torch.tensor(False))
         with torch.no_grad():
             self.proj.weight.normal_(0.0, 0.02)
             self.proj.bias.fill_(bias)
@@ -203,20 +202,17 @@ class AutoGrid(nn.Module):
     def gates(self, x: Tensor) -> Tensor:
         """A and B of x (B, T, C): (2, B, T) float32."""
         with torch.autocast(x.device.type, enabled=False):
-            z = self.proj(x.float()).movedim(-1, 0)
+            z = F.linear(x.float(), self.proj.weight.float(), self.proj.bias.float()).movedim(-1, 0)
         gates = z.sigmoid()
         if self.gate == "saturating":
             gates = ((1 + 2 * self.stretch) * gates - self.stretch).clamp(0, 1)
-        if self.rounded:
-            gates = gates + (gates.round() - gates).detach()
         return gates
 
     def forward(self, x: Tensor, positions: Tensor, state: Tensor | None = None, pad: Tensor | None = None):
         """positions (3, B, T) with row and col replaced by learned ones, real; and the state after (2, B)."""
         B, T, _ = x.shape
-        A, B_ = self.gates(x)
-        wide = torch.float32 if x.device.type == "mps" else torch.float64
-        A, B_ = A.to(wide), B_.to(wide)
+        wide = torch.float32 if x.device.type == "mps" else torch.float64  # mps has no float64
+        A, B_ = self.gates(x).to(wide)
         if pad is not None:
             hidden = torch.arange(T, device=x.device) < pad[:, None]
             A, B_ = A.masked_fill(hidden, 1), B_.masked_fill(hidden, 0)

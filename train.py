@@ -39,6 +39,7 @@ from model import Decoder, ModelConfig, from_checkpoint, read_checkpoint
 class TrainConfig:
     """Training"""
 
+    task: Literal["copy"] = "copy"  # what the batches hold
     out_dir: str = "out/run"  # the run's directory
     init: Literal["auto", "scratch", "resume"] = "auto"  # auto: go on if out_dir holds this run, else start
     seed: int = 0  # of the weights and of the data's order
@@ -51,7 +52,6 @@ class TrainConfig:
     warmup_steps: int = 100  # linear from 0
     weight_decay: float = 0.01  # on matrices alone
     gate_lr_scale: float = 3.0  # learning rate of auto-2d-rope's gates, in units of the others'
-    gate_round_from: float = 1.0  # share of the steps after which the gates are rounded to 0 and 1
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
@@ -97,9 +97,9 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def copy_batch(config: TrainConfig, task: CopyConfig, step: int, stream: str, rank: int, world: int) -> Batch:
+def copy_batch(config: TrainConfig, copy_config: CopyConfig, step: int, stream: str, rank: int, world: int) -> Batch:
     """A step's batch, cut by length into grad_accum micro-batches a rank, so that little padding is computed."""
-    inputs, targets, lengths = data_copy.batch(task, config.batch_size, step, config.seed, stream)
+    inputs, targets, lengths = data_copy.batch(copy_config, config.batch_size, step, config.seed, stream)
     pieces = np.array_split(np.arange(config.batch_size), config.grad_accum * world)[rank::world]
     micro = []
     for piece in pieces:
@@ -110,14 +110,14 @@ def copy_batch(config: TrainConfig, task: CopyConfig, step: int, stream: str, ra
 
 def learning_rate(config: TrainConfig, step: int) -> float:
     """The rate of step 0 .. max_steps-1."""
-    peak = config.learning_rate
+    peak, last = config.learning_rate, config.max_steps - 1
     low = peak / 10 if config.min_lr is None else config.min_lr
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
     if config.schedule == "wsd":
         decay_steps = max(1, config.max_steps // 10)
-        return low + (peak - low) * min(1.0, (config.max_steps - 1 - step) / decay_steps)
-    done = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
+        return low + (peak - low) * min(1.0, (last - step) / decay_steps)
+    done = (step - config.warmup_steps) / max(1, last - config.warmup_steps)
     return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * done))
 
 
@@ -196,7 +196,7 @@ class StopSignal:
         self.number = number
 
 
-def train(model_config: ModelConfig, task: CopyConfig, config: TrainConfig) -> None:
+def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfig) -> None:
     """Trains to max_steps and leaves out_dir complete. RuntimeError for a loss that is not finite; SystemExit(128 + n)
     after signal n, with a checkpoint."""
     rank, world = rank_and_world()
@@ -208,16 +208,16 @@ def train(model_config: ModelConfig, task: CopyConfig, config: TrainConfig) -> N
         raise ValueError(
             f"batch_size={config.batch_size}: less than grad_accum={config.grad_accum} x {world} processes"
         )
-    longest = 2 * task.max_length + 5
+    longest = 2 * copy_config.max_length + 5
     if longest > model_config.block_size:
         raise ValueError(
-            f"max_length={task.max_length} makes sequences of {longest} tokens: block_size="
+            f"max_length={copy_config.max_length} makes sequences of {longest} tokens: block_size="
             f"{model_config.block_size} is too short"
         )
 
     table = rope2d.newline_table(data_copy.TOKEN_BYTES)
     model_config.vocab_size = model_config.vocab_size or len(table)
-    resolved = asdict(model_config) | asdict(task) | asdict(config)
+    resolved = asdict(model_config) | asdict(copy_config) | asdict(config)
     checkpoint = find_run(config, resolved)
     torch.manual_seed(config.seed)
     model = (from_checkpoint(checkpoint, device) if checkpoint else Decoder(model_config, table)).to(device)
@@ -263,7 +263,7 @@ def train(model_config: ModelConfig, task: CopyConfig, config: TrainConfig) -> N
         """Nats a target token, over batches that are the same at every evaluation and never in training."""
         loss, count = 0.0, 0
         for i in range(config.eval_steps):
-            micro, n_targets = copy_batch(config, task, i, "validation", rank, world)
+            micro, n_targets = copy_batch(config, copy_config, i, "validation", rank, world)
             for tokens, targets in micro:
                 with precision:
                     loss += model(tokens.to(device), targets.to(device)).item()
@@ -274,7 +274,7 @@ def train(model_config: ModelConfig, task: CopyConfig, config: TrainConfig) -> N
     if rank == 0:
         out = Path(config.out_dir)
         out.mkdir(parents=True, exist_ok=True)
-        configurator.save(out / "config.py", model_config, task, config)
+        configurator.save(out / "config.py", model_config, copy_config, config)
         about = {
             "command": sys.argv,
             "python": platform.python_version(),
@@ -307,10 +307,7 @@ def train(model_config: ModelConfig, task: CopyConfig, config: TrainConfig) -> N
         lr = learning_rate(config, step)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
-        for module in model.modules():
-            if isinstance(module, rope2d.AutoGrid):
-                module.rounded.fill_(step >= config.gate_round_from * config.max_steps)
-        micro, n_targets = copy_batch(config, task, step, "train", rank, world)
+        micro, n_targets = copy_batch(config, copy_config, step, "train", rank, world)
         step_loss = torch.zeros((), device=device)
         for i, (tokens, targets) in enumerate(micro):
             last = i == len(micro) - 1
@@ -362,11 +359,11 @@ def train(model_config: ModelConfig, task: CopyConfig, config: TrainConfig) -> N
 
 
 def main() -> None:
-    model_config, task, config = configurator.configure(ModelConfig, CopyConfig, TrainConfig, doc=__doc__)
+    model_config, copy_config, config = configurator.configure(ModelConfig, CopyConfig, TrainConfig, doc=__doc__)
     if "RANK" in os.environ:  # torchrun
         dist.init_process_group("nccl" if pick_device(config.device).type == "cuda" else "gloo")
     try:
-        train(model_config, task, config)
+        train(model_config, copy_config, config)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,0 +1,25 @@
+# The paper's shallow copy model (its section 3.4.2 and appendix D): 1 layer, 2 heads of 512, strings of 1 to 100.
+#   python train.py config/copy_1layer.py --pos_encoding=2d-rope --seed=0 --out_dir=out/copy_1layer/2d-rope-0
+#   python eval.py --runs=out/copy_1layer/2d-rope-0 --lengths=100,1600,25600,102400 --samples=10
+# For one GPU; not yet run there. The learning rate and the number of steps are ours: the text of the paper has none;
+# freqs and embed_common are what the toy found; the paper has geometric ones and no common part.
+
+task = "copy"
+copy_task = "imbalanced"
+max_length = 100
+noise = 0.1
+
+pos_encoding = "2d-rope"
+freqs = "uniform"
+embed_common = 1.0
+
+n_layer, n_head, n_embd, head_dim = 1, 2, 1024, 512
+block_size = 2_100_000
+
+batch_size = 256  # the paper's 64 x 4
+grad_accum = 4
+max_steps = 2000
+learning_rate = 5e-4
+warmup_steps = 100
+weight_decay = 0.01
+beta2 = 0.95
