@@ -45,8 +45,7 @@ class ModelConfig:
     freqs_seed: int = 0  # seed of the frequencies that are drawn
     rope_theta: float | None = None  # base of geometric frequencies; None: 10,000 for rope, 1,000 for 2d-rope
     auto_gate: Literal["saturating", "sigmoid"] = "saturating"  # auto-2d-rope's gates; sigmoid is the paper's
-    auto_stretch: float = 0.3  # saturating gates: how far the sigmoid is stretched beyond 0 and 1 before the clamp
-    auto_bias: float = 0.7  # initial bias of the gates
+    auto_bias: float = 0.7  # where the gates start, before the sigmoid
     grid_reset: int | None = None  # token id after which row and column restart; None: never
     init_std: float = 0.02  # standard deviation of the matrices' initial values
     embed_common: float = 0.0  # size of a vector that all embeddings start with in common, in units of init_std
@@ -146,7 +145,7 @@ class Attention(nn.Module):
             self.log_n_scale = nn.Parameter(torch.ones(self.H))
         self.log_n = config.logit_scale == "log_n"
         if encoding == "auto-2d-rope":
-            self.grid = rope2d.AutoGrid(config.n_embd, config.auto_gate, config.auto_stretch, config.auto_bias)
+            self.grid = rope2d.AutoGrid(config.n_embd, config.auto_gate, config.auto_bias)
             self.rotary = make_rotary(config, encoding)
 
     def turn(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor] | None:
@@ -234,8 +233,9 @@ class Decoder(nn.Module):
         self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self) -> None:
-        """
+    def init_weights(self, embedding: bool = True) -> None:
+        """Draws all weights; without `embedding`, all but those.
+
         output layer                  normal, init_std
         embedding                     normal, init_std, plus one normal vector for all, embed_common x init_std
         qkv, gate_up                  normal, init_std
@@ -244,7 +244,7 @@ class Decoder(nn.Module):
         auto-2d-rope's gates          by rope2d.AutoGrid, left alone here
         """
         for name, p in self.named_parameters():
-            if ".grid." in name:
+            if ".grid." in name or name == "embed.weight" and not embedding:
                 continue
             if p.dim() < 2:
                 p.fill_(1.0)
@@ -252,7 +252,15 @@ class Decoder(nn.Module):
                 p.zero_()
             else:
                 p.normal_(0.0, self.config.init_std)
-        self.embed.weight += self.config.init_std * self.config.embed_common * torch.randn(self.config.n_embd)
+        if embedding:
+            self.embed.weight += self.config.init_std * self.config.embed_common * torch.randn(self.config.n_embd)
+
+    def settle_grid(self) -> None:
+        """Rounds and fixes auto-2d-rope's gates, and draws anew all weights but the embedding."""
+        for module in self.modules():
+            if isinstance(module, rope2d.AutoGrid):
+                module.settled.fill_(True)
+        self.init_weights(embedding=False)
 
     def hidden(
         self, tokens: Tensor, cache: Cache | None = None, pad: Tensor | None = None, keys_only: bool = False

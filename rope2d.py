@@ -188,39 +188,50 @@ class AutoGrid(nn.Module):
 
         col[t + 1] = A[t] col[t] + B[t]        row[t + 1] = row[t] + (1 - A[t])        from (0, 0)
 
-    A = B = 1 moves one column on; A = 0 starts a new row.
+    A = B = 1 moves one column on; A = 0 starts a new row. `sigmoid` gates are the paper's: they never reach 0 or 1, so
+    places drift with length. `saturating` ones learn A alone, as a sigmoid stretched by 0.3 beyond 0 and 1 and cut
+    there, and keep B at 1: a learned B lets tokens that occur once a line share a place with their neighbour.
+    `settled` gates are rounded and fixed.
     """
 
-    def __init__(self, n_embd: int, gate: str = "saturating", stretch: float = 0.3, bias: float = 0.7):
+    STRETCH = 0.3
+
+    def __init__(self, n_embd: int, gate: str = "saturating", bias: float = 0.7):
         super().__init__()
-        self.gate, self.stretch = gate, stretch
-        self.proj = nn.Linear(n_embd, 2)
-        with torch.no_grad():
-            self.proj.weight.normal_(0.0, 0.02)
-            self.proj.bias.fill_(bias)
+        self.gate = gate
+        self.proj = nn.Linear(n_embd, 2 if gate == "sigmoid" else 1)
+        self.register_buffer("settled", torch.tensor(False))
+        nn.init.normal_(self.proj.weight, std=0.02)
+        nn.init.constant_(self.proj.bias, bias)
 
-    def gates(self, x: Tensor) -> Tensor:
-        """A and B of x (B, T, C): (2, B, T) float32."""
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A, B (B, T) float32 of x (B, T, C)."""
         with torch.autocast(x.device.type, enabled=False):
-            z = F.linear(x.float(), self.proj.weight.float(), self.proj.bias.float()).movedim(-1, 0)
-        gates = z.sigmoid()
+            gates = F.linear(x.float(), self.proj.weight.float(), self.proj.bias.float()).sigmoid()
         if self.gate == "saturating":
-            gates = ((1 + 2 * self.stretch) * gates - self.stretch).clamp(0, 1)
-        return gates
+            gates = ((1 + 2 * self.STRETCH) * gates - self.STRETCH).clamp(0, 1)
+        if self.settled:
+            gates = gates.round().detach()
+        return (
+            (gates[..., 0], gates[..., 1])
+            if self.gate == "sigmoid"
+            else (gates[..., 0], torch.ones_like(gates[..., 0]))
+        )
 
-    def forward(self, x: Tensor, positions: Tensor, state: Tensor | None = None, pad: Tensor | None = None):
-        """positions (3, B, T) with row and col replaced by learned ones, real; and the state after (2, B)."""
-        B, T, _ = x.shape
+    def forward(
+        self, x: Tensor, positions: Tensor, state: Tensor | None = None, pad: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x (B, T, C) -> positions (3, B, T) with rows and columns replaced by learned, real ones; the state after the
+        last token (2, B). state: what an earlier call returned; pad (B,): left padding among these tokens."""
         wide = torch.float32 if x.device.type == "mps" else torch.float64  # mps has no float64
-        A, B_ = self.gates(x).to(wide)
+        A, B = (gate.to(wide) for gate in self.gates(x))
         if pad is not None:
-            hidden = torch.arange(T, device=x.device) < pad[:, None]
-            A, B_ = A.masked_fill(hidden, 1), B_.masked_fill(hidden, 0)
-        state = A.new_zeros(2, B) if state is None else state
-        col = AffineScan.apply(A, B_, state[1])
-        row = state[0][:, None] + F.pad((1 - A).cumsum(1), (1, 0))
-        index = positions[INDEX].to(wide)
-        return torch.stack([index, row[:, :T], col[:, :T]]), torch.stack([row[:, T], col[:, T]])
+            hidden = torch.arange(x.shape[1], device=x.device) < pad[:, None]
+            A, B = A.masked_fill(hidden, 1), B.masked_fill(hidden, 0)
+        row0, col0 = A.new_zeros(2, len(x)) if state is None else state
+        row = row0[:, None] + F.pad((1 - A).cumsum(1), (1, 0))  # (B, T + 1)
+        col = AffineScan.apply(A, B, col0)
+        return torch.stack([positions[INDEX].to(wide), row[:, :-1], col[:, :-1]]), torch.stack([row[:, -1], col[:, -1]])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -5,7 +5,8 @@
     torchrun --nproc_per_node=2 train.py config/toy_copy.py            # DDP; the same batches, the same losses
 
 Config files, then --key=value, later ones winning; --help lists every knob. A run directory holds last.pt and best.pt,
-config.py (pass it back in to run the same again), log.jsonl (one line a step) and run.json (command line, versions).
+config.py (pass it back in to run the same again), log.jsonl (a line a step), validation.jsonl, and run.json (command
+line, versions).
 Running the same command again goes on where the run stopped.
 """
 
@@ -19,7 +20,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 import numpy as np
 import torch
@@ -52,6 +53,7 @@ class TrainConfig:
     warmup_steps: int = 100  # linear from 0
     weight_decay: float = 0.01  # on matrices alone
     gate_lr_scale: float = 3.0  # learning rate of auto-2d-rope's gates, in units of the others'
+    grid_steps: int = 0  # auto-2d-rope: first steps, which find the grid; then it is fixed and all else learned anew
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
@@ -112,6 +114,9 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     """The rate of step 0 .. max_steps-1."""
     peak, last = config.learning_rate, config.max_steps - 1
     low = peak / 10 if config.min_lr is None else config.min_lr
+    if step < config.grid_steps:
+        return peak * min(1.0, (step + 1) / config.warmup_steps)
+    step, last = step - config.grid_steps, last - config.grid_steps
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
     if config.schedule == "wsd":
@@ -173,10 +178,10 @@ def find_run(config: TrainConfig, resolved: dict) -> dict | None:
     return checkpoint
 
 
-def open_log(path: Path, step: int):
-    """log.jsonl for appending, cut back to the steps before `step`: those after it will be computed again."""
+def open_log(path: Path, step: int) -> TextIO:
+    """A log for appending, cut back to the steps before `step`: the others will be computed again."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines[:step] if line.endswith("\n")]
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
     file = open(path, "w")
     file.writelines(kept)
     return file
@@ -226,7 +231,7 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
     if checkpoint:
         optimizer.load_state_dict(checkpoint["optimizer"])
         step, best = checkpoint["step"], checkpoint["best"]
-    if step >= config.max_steps:
+    if step >= config.max_steps and (Path(config.out_dir) / "best.pt").exists():
         if rank == 0:
             print(f"{config.out_dir}: all {step} steps are done already")
         return
@@ -270,7 +275,6 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
             count += n_targets
         return add_up(loss)[0] / count
 
-    log = None
     if rank == 0:
         out = Path(config.out_dir)
         out.mkdir(parents=True, exist_ok=True)
@@ -287,6 +291,7 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
         }
         (out / "run.json").write_text(json.dumps(about, indent=1) + "\n")
         log = open_log(out / "log.jsonl", step)
+        validation_log = open_log(out / "validation.jsonl", step)
         print(
             f"{config.out_dir}: {model_config.pos_encoding}, {about['parameters']:,} parameters, {device}, steps "
             f"{step} to {config.max_steps}"
@@ -302,11 +307,26 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 10,
     )
-    while step < config.max_steps:
+    while True:
+        finished = step == config.max_steps
+        if step and (finished or step % config.eval_interval == 0):  # here, so that it is not lost in a kill after save
+            val_loss = validation_loss()
+            if rank == 0:
+                print(json.dumps({"step": step, "val_loss": val_loss}), file=validation_log, flush=True)
+            bar.set_description(f"val loss {val_loss:.4f}")
+            if val_loss < best:
+                best = val_loss
+                save("best.pt")
+        if finished:
+            break
         began = time.perf_counter()
         lr = learning_rate(config, step)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
+        if step and step == config.grid_steps:
+            torch.manual_seed(config.seed)  # every rank draws the same, and so does a run that goes on from here
+            model.settle_grid()
+            optimizer.state.clear()
         micro, n_targets = copy_batch(config, copy_config, step, "train", rank, world)
         step_loss = torch.zeros((), device=device)
         for i, (tokens, targets) in enumerate(micro):
@@ -318,12 +338,16 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
         loss, stopped = add_up(step_loss.item(), float(bool(stop.number)))
         if not math.isfinite(loss):
             raise RuntimeError(f"step {step}: loss is {loss}; the last good checkpoint is {config.out_dir}/last.pt")
+        if step < config.grid_steps:  # what the gates look at stays as it is, or they would not fit what comes after
+            for name, p in model.named_parameters():
+                if "embed" in name or "norm" in name:
+                    p.grad = None
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
         seconds = time.perf_counter() - began
-        if log:
+        if rank == 0:
             tokens_s = sum(tokens.numel() for tokens, _ in micro) * world / seconds
             line = {
                 "step": step - 1,
@@ -333,13 +357,11 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
                 "ms": round(seconds * 1e3, 3),
                 "tokens_per_s": round(tokens_s),
             }
-            log.write(json.dumps(line) + "\n")
-            log.flush()
+            print(json.dumps(line), file=log, flush=True)
         bar.update()
         bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
 
-        finished = step == config.max_steps
-        if finished or stopped or step % config.checkpoint_interval == 0:
+        if step == config.max_steps or stopped or step % config.checkpoint_interval == 0:
             save("last.pt")
         if stopped:
             bar.close()
@@ -347,15 +369,7 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
             if rank == 0:
                 print(f"\nsignal {number}: stopped after step {step}; the same command goes on", file=sys.stderr)
             sys.exit(128 + number)
-        if finished or step % config.eval_interval == 0:
-            val_loss = validation_loss()
-            bar.set_description(f"val loss {val_loss:.4f}")
-            if val_loss < best:
-                best = val_loss
-                save("best.pt")
     bar.close()
-    if rank == 0:
-        log.close()
 
 
 def main() -> None:
