@@ -24,7 +24,8 @@ env: .venv/env
 toy: env
 	$(PY) train.py config/toy_copy.py --out_dir=$(TOY)/2d-rope
 	$(PY) train.py config/toy_copy.py --pos_encoding=rope --freqs=geometric --out_dir=$(TOY)/rope
-	$(PY) eval.py --runs=$(TOY)/2d-rope,$(TOY)/rope --lengths=20,320,5120,20480 --samples=100,20,4,1 --out_dir=$(TOY)
+	$(PY) eval.py --runs=$(TOY)/2d-rope,$(TOY)/rope --lengths=5,20,320,5120,20480 --samples=100,100,20,4,1 \
+	  --out_dir=$(TOY)
 
 seeds: env
 	for seed in 0 1 2 3 4 5 6 7; do \

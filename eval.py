@@ -51,6 +51,11 @@ class EvalConfig:
     out_dir: str = "out/eval"  # accuracy.json and accuracy.png go here
     plot: bool = True  # draw accuracy.png
 
+    def __post_init__(self):
+        for name in ("chunk", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+
 
 class Verdict(NamedTuple):
     """One string. Positions count from 0; position n is the closing separator of a string of n tokens."""
@@ -83,7 +88,7 @@ def teacher_forced(model: Decoder, sources: Sequence[np.ndarray], separator: int
                 lead = logits.gather(1, right) - logits.scatter(1, right, -math.inf).amax(1, keepdim=True)
                 leads.append((want.nonzero()[:, 0].cpu(), lead[:, 0].cpu()))
     row, lead = torch.cat([r for r, _ in leads]), torch.cat([x for _, x in leads])
-    return [verdict(lead[row == i] <= 0, lead[row == i].min().item()) for i in range(len(sources))]
+    return [verdict(~(lead[row == i] > 0), lead[row == i].min().item()) for i in range(len(sources))]
 
 
 def free_running(model: Decoder, sources: Sequence[np.ndarray], separator: int) -> list[Verdict]:
@@ -94,7 +99,7 @@ def free_running(model: Decoder, sources: Sequence[np.ndarray], separator: int) 
         prompts.append(tokens[0, : len(source) + 5].tolist())
         answers.append(torch.tensor([*source.tolist(), separator]))
     longest = max(map(len, answers))
-    check_length(model, 2 * longest + 4)
+    check_length(model, 2 * longest + 3)
     written = torch.stack([t.cpu() for t in model.generate(prompts, longest)], dim=1)  # (B, longest)
     return [verdict(out[: len(answer)] != answer, math.nan) for out, answer in zip(written, answers, strict=True)]
 
@@ -119,9 +124,9 @@ def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
 
 def parse_length(length: int | str) -> tuple[int, int]:
     """20 -> (20, 20); "26-50" -> (26, 50)."""
-    low, _, high = str(length).partition("-")
+    low, dash, high = str(length).partition("-")
     try:
-        bounds = int(low), int(high or low)
+        bounds = int(low), int(high if dash else low)
     except ValueError:
         bounds = 0, 0
     if not 1 <= bounds[0] <= bounds[1]:
@@ -268,16 +273,22 @@ def plot(rows: Sequence[dict], path: Path) -> None:
                     pooled[r["length"]] = [hits + round(r["exact_match"] * r["samples"]), n + r["samples"]]
             x = sorted(pooled)
             y = [pooled[length][0] / pooled[length][1] for length in x]
-            interval = [wilson(*pooled[length]) for length in x]
-            panel.plot(x, y, marker="o", markersize=4, color=f"C{i}", label=encoding)
-            panel.fill_between(x, *zip(*interval, strict=True), color=f"C{i}", alpha=0.15, linewidth=0)
+            below, above = zip(*(wilson(*pooled[length]) for length in x), strict=True)
+            bars = np.maximum(0, [np.subtract(y, below), np.subtract(above, y)])  # rounding may leave -1e-17
+            shift = 1.04 ** (i - (len(encodings) - 1) / 2)  # so that bars of several encodings do not hide each other
+            panel.errorbar(
+                np.multiply(x, shift), y, bars, marker="o", markersize=4, capsize=3, elinewidth=0.8, label=encoding
+            )
         trained_to = rows[0]["trained_to"]
-        panel.axvline(trained_to, color="0.5", linestyle=":", linewidth=1)
-        panel.annotate(f" trained to {trained_to}", (trained_to, 0.5), color="0.4", fontsize=8)
+        panel.axvspan(1, trained_to, color="0.5", alpha=0.12, linewidth=0)
         panel.set(xscale="log", title=task, xlabel="length of the string, tokens", ylim=(-0.04, 1.04))
+        ticks = sorted({r["length"] for r in rows})
+        panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
+        panel.minorticks_off()
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0, 0].set_ylabel("exact match")
-    panels[0, 0].legend(frameon=False, loc="center left", fontsize=9)
+    panels[0, 0].set_ylabel("exact match, 95% interval")
+    panels[0, -1].legend(frameon=False, loc=(0.3, 0.45), fontsize=9)
+    figure.suptitle(f"trained on strings of 1 to {trained_to} tokens (shaded)", fontsize=9, color="0.3")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)

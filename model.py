@@ -329,7 +329,7 @@ class Decoder(nn.Module):
         longest = max(map(len, prompts), default=0)
         if not prompts or not min(map(len, prompts)):
             raise ValueError("an empty prompt: expected at least one token in each")
-        if longest + max_new_tokens > self.config.block_size:
+        if longest + max_new_tokens - 1 > self.config.block_size:
             raise ValueError(
                 f"prompt of {longest} tokens and {max_new_tokens} new ones exceed block_size={self.config.block_size}"
             )

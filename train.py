@@ -182,9 +182,10 @@ def open_log(path: Path, step: int) -> TextIO:
     """A log for appending, cut back to the steps before `step`: the others will be computed again."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
-    file = open(path, "w")
-    file.writelines(kept)
-    return file
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text("".join(kept))
+    os.replace(temporary, path)  # a kill leaves the old log or the new one
+    return open(path, "a")
 
 
 class StopSignal:
@@ -336,13 +337,15 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
                 (loss * world).backward()  # DDP averages over ranks; the sum over targets is what is wanted
             step_loss += loss.detach()
         loss, stopped = add_up(step_loss.item(), float(bool(stop.number)))
-        if not math.isfinite(loss):
-            raise RuntimeError(f"step {step}: loss is {loss}; the last good checkpoint is {config.out_dir}/last.pt")
         if step < config.grid_steps:  # what the gates look at stays as it is, or they would not fit what comes after
             for name, p in model.named_parameters():
                 if "embed" in name or "norm" in name:
                     p.grad = None
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise RuntimeError(
+                f"step {step}: loss {loss}, gradient norm {norm}; the last good checkpoint is {config.out_dir}/last.pt"
+            )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
