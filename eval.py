@@ -44,6 +44,7 @@ class EvalConfig:
     lengths: tuple[int | str, ...] = (20, 320)  # tokens in a string; or intervals, 26-50
     samples: tuple[int, ...] = (20,)  # strings for each task and length; one number for all lengths, or one for each
     eval_seed: int = 0  # of the strings
+    stop_at_failure: bool = False  # leave out the lengths behind one that a task's strings were not all right at
     free_running: bool = False  # decode token by token instead of one parallel forward
     chunk: int = 512  # tokens that go through the model at a time; memory grows with it
     batch_tokens: int = 16384  # tokens of strings that are evaluated together
@@ -231,6 +232,8 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
                     "mode": "free-running" if config.free_running else "teacher-forced",
                 }
                 rows.append(about | row)
+                if config.stop_at_failure and row["exact_match"] < 1:
+                    break
     bar.close()
     return rows
 
@@ -247,6 +250,9 @@ def table(rows: Sequence[dict]) -> str:
     for (_, encoding, seed, task), cells in by_line.items():
         line = f"{encoding:12}{seed:>5}  {task:21}"
         for column in columns:
+            if column not in cells:
+                line += " " * 16
+                continue
             row = cells[column]
             hits = round(row["exact_match"] * row["samples"])
             line += f"{100 * row['exact_match']:>7.0f}% ({hits}/{row['samples']})".rjust(16)

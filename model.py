@@ -43,6 +43,8 @@ class ModelConfig:
     pos_encoding: str = "2d-rope"  # rope, 2d-rope, nope, alibi, h-rope, rnope, or several joined by +, layers in turn
     freqs: Literal["geometric", "uniform", "mixed"] = "geometric"  # rotary frequencies (rope2d.frequencies)
     freqs_seed: int = 0  # seed of the frequencies that are drawn
+    freqs_learned: bool = False  # multiply each frequency by a learned factor (LeRoPE)
+    rotary_fraction: float = 1.0  # share of a head's pairs that rotate; the lowest frequencies stand still
     rope_theta: float | None = None  # base of geometric frequencies; None: 10,000 for rope, 1,000 for 2d-rope
     auto_gate: Literal["saturating", "sigmoid"] = "saturating"  # auto-2d-rope's gates; sigmoid is the paper's
     auto_bias: float = 0.7  # where the gates start, before the sigmoid
@@ -119,7 +121,15 @@ def attention_mask(n_queries: int, n_keys: int, pad: Tensor | None, device: torc
 
 
 def make_rotary(config: ModelConfig, encoding: str) -> rope2d.Rotary:
-    return rope2d.Rotary(encoding, config.head_size, config.freqs, config.rope_theta, config.freqs_seed)
+    return rope2d.Rotary(
+        encoding,
+        config.head_size,
+        config.freqs,
+        config.rope_theta,
+        config.freqs_seed,
+        config.rotary_fraction,
+        config.freqs_learned,
+    )
 
 
 class Place(NamedTuple):
@@ -167,7 +177,7 @@ class Attention(nn.Module):
             q = q * (visible.log()[..., None] * self.log_n_scale)[..., None].to(q.dtype)
         turn = self.turn(x, place)
         if turn is not None:
-            q, k = rope2d.rotate(q, *turn), rope2d.rotate(k, *turn)
+            q, k = rope2d.rotate_qk(q, k, *turn)
         scale = 1 / math.sqrt(D)
         if self.encoding == "alibi":
             q, k, v = rope2d.with_alibi(q, k, v, place.positions[rope2d.INDEX], scale)  # (B, T, heads, D + 8)
@@ -241,10 +251,10 @@ class Decoder(nn.Module):
         qkv, gate_up                  normal, init_std
         attention.out, mlp.out        0 with zero_init_outputs, else normal, init_std
         norms                         1
-        auto-2d-rope's gates          by rope2d.AutoGrid, left alone here
+        auto-2d-rope's gates and learned frequencies start as rope2d.py has them
         """
         for name, p in self.named_parameters():
-            if ".grid." in name or name == "embed.weight" and not embedding:
+            if ".grid." in name or name.endswith(".log_scale") or name == "embed.weight" and not embedding:
                 continue
             if p.dim() < 2:
                 p.fill_(1.0)
@@ -370,9 +380,10 @@ def read_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> dic
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such checkpoint")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not look at the checksums
-            if name := archive.testzip():
-                raise zipfile.BadZipFile(f"bad checksum of {name}")
+        with zipfile.ZipFile(path) as archive:  # torch.load looks neither at checksums nor for what it calls folders
+            flagged = [record.filename for record in archive.infolist() if record.external_attr]
+            if bad := archive.testzip() or flagged:
+                raise zipfile.BadZipFile(f"damaged record {bad}")
         checkpoint = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # a damaged file fails in a dozen ways
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -15,15 +15,23 @@ the column; pair i is the channels (i, i + D/2), as in Hugging Face's Qwen3 and 
 
     positions, state = grid(tokens, newlines)                 # (3, B, T) index, row, col
     cos, sin = Rotary("2d-rope", head_dim=64)(positions)      # once a forward, for all layers
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)           # (B, T, H, D), (B, T, Hkv, D)
+    q, k = rotate_qk(q, k, cos, sin)                          # (B, T, H, D), (B, T, Hkv, D)
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+try:  # by name: Hugging Face has a package `kernels` too, which must count as absent here
+    from kernels import AVAILABLE as KERNELS
+    from kernels import affine_scan as kernel_scan
+    from kernels import rotate_qk as kernel_rotate_qk
+except ImportError:
+    KERNELS = False
 
 INDEX, ROW, COL = 0, 1, 2  # the planes of `positions`
 
@@ -108,6 +116,19 @@ def check_head_dim(encoding: str, head_dim: int) -> None:
         raise ValueError(f"head_dim={head_dim}: {encoding} needs a multiple of {multiple}")
 
 
+RADIANS = math.pi / 2**63  # in the unit of Rotary.turns
+
+
+def to_turns(fractions: Tensor) -> Tensor:
+    """Fractions of a turn, real, as int64 in units of 2^-64, modulo one turn."""
+    return (((fractions + 0.5) % 1 - 0.5) * 2.0**64).long()
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """float64, or float32 on mps, which has nothing wider."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
 class Rotary(nn.Module):
     """Cosines and sines of an encoding, from positions.
 
@@ -117,18 +138,30 @@ class Rotary(nn.Module):
     """
 
     def __init__(
-        self, encoding: str, head_dim: int, freqs: str = "geometric", theta: float | None = None, seed: int = 0
+        self,
+        encoding: str,
+        head_dim: int,
+        freqs: str = "geometric",
+        theta: float | None = None,
+        seed: int = 0,
+        fraction: float = 1.0,
+        learned: bool = False,
     ):
-        """encoding: a name in ROTATES; theta: base of the geometric frequencies, None for the encoding's own."""
+        """encoding: a name in ROTATES. freqs, theta, seed: see `frequencies`; theta None: the encoding's own. fraction:
+        share of the pairs that rotate; those of the lowest frequencies stand still. learned: each frequency is
+        multiplied by exp(s), s learned from 0 (LeRoPE, arXiv 2607.10134)."""
         super().__init__()
         check_head_dim(encoding, head_dim)
+        if not 0 < fraction <= 1:
+            raise ValueError(f"rotary_fraction={fraction}: expected a share above 0, up to 1")
         self.planes = list(ROTATES[encoding])
         n = head_dim // 2 // len(self.planes)
         theta = THETA[encoding] if theta is None else theta
-        freqs = torch.stack([frequencies(freqs, n, theta, seed + i) for i in range(len(self.planes))])
-        turns = [[round(f / math.tau * 2**64) for f in plane] for plane in freqs.tolist()]
-        wrapped = [[(t + 2**63) % 2**64 - 2**63 for t in plane] for plane in turns]  # two's complement
-        self.register_buffer("turns", torch.tensor(wrapped, dtype=torch.int64))  # (planes, n)
+        drawn = torch.stack([frequencies(freqs, n, theta, seed + i) for i in range(len(self.planes))])  # (planes, n)
+        still = drawn.argsort(dim=1)[:, : n - math.ceil(fraction * n)]
+        drawn.scatter_(1, still, 0.0)
+        self.register_buffer("turns", to_turns(drawn / math.tau))
+        self.log_scale = nn.Parameter(torch.zeros(len(self.planes), n)) if learned else None
 
     def angles(self, positions: Tensor) -> Tensor:
         """positions (3, B, T), int64 or real -> radians (B, T, D/2) float32, within 4e-7 of exact but for whole turns.
@@ -137,10 +170,16 @@ class Rotary(nn.Module):
         """
         places = positions[self.planes].movedim(0, -1)[..., None]  # (B, T, planes, 1)
         whole = places.detach().round().long() if places.is_floating_point() else places
-        turn = math.pi / 2**63
-        angles = (whole * self.turns).float() * turn  # (B, T, planes, n), wraps at one turn
+        turns, freqs = self.turns, self.turns.float() * RADIANS  # (planes, n)
+        if self.log_scale is not None:
+            scale = self.log_scale.exp()
+            turns = to_turns(turns.to(wide_dtype(turns)) * (RADIANS / math.tau) * scale.detach())
+            freqs = freqs * scale
+        angles = (whole * turns).float() * RADIANS  # (B, T, planes, n), wraps at one turn
+        if self.log_scale is not None:  # adds 0, and the gradient of the line above
+            angles = angles + whole.float() * (freqs - freqs.detach())
         if places.is_floating_point():
-            angles = angles + (places - whole).float() * (self.turns.float() * turn)
+            angles = angles + (places - whole).float() * freqs
         return angles.flatten(-2)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,6 +218,11 @@ class AffineScan(torch.autograd.Function):
         a, h = ctx.saved_tensors
         total = AffineScan.scan(a.flip(-1), grad[..., :-1].flip(-1), grad[..., -1]).flip(-1)  # (..., T + 1)
         return total[..., 1:] * h[..., :-1], total[..., 1:], total[..., 0]
+
+
+def scan(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+    """AffineScan, on a GPU by kernels.py if it and triton are there."""
+    return kernel_scan(a, b, start) if a.is_cuda and KERNELS else AffineScan.apply(a, b, start)
 
 
 class AutoGrid(nn.Module):
@@ -223,23 +267,62 @@ class AutoGrid(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """x (B, T, C) -> positions (3, B, T) with rows and columns replaced by learned, real ones; the state after the
         last token (2, B). state: what an earlier call returned; pad (B,): left padding among these tokens."""
-        wide = torch.float32 if x.device.type == "mps" else torch.float64  # mps has no float64
+        wide = wide_dtype(x)
         A, B = (gate.to(wide) for gate in self.gates(x))
         if pad is not None:
             hidden = torch.arange(x.shape[1], device=x.device) < pad[:, None]
             A, B = A.masked_fill(hidden, 1), B.masked_fill(hidden, 0)
         row0, col0 = A.new_zeros(2, len(x)) if state is None else state
         row = row0[:, None] + F.pad((1 - A).cumsum(1), (1, 0))  # (B, T + 1)
-        col = AffineScan.apply(A, B, col0)
+        col = scan(A, B, col0)
         return torch.stack([positions[INDEX].to(wide), row[:, :-1], col[:, :-1]]), torch.stack([row[:, -1], col[:, -1]])
 
 
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """One product over whole heads, then a fused multiply-add into each half: of the plain ways that were measured the
+    one with the fewest passes over memory (bench.py rotary)."""
+    half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
+    cos, sin, z = cos.to(wide)[:, :, None], sin.to(wide)[:, :, None], x.to(wide)  # cos, sin (B, T, 1, D/2)
+    y = z * torch.cat([cos, cos], dim=-1)
+    y[..., :half].addcmul_(z[..., half:], sin, value=-1)
+    y[..., half:].addcmul_(z[..., :half], sin)
+    return y.to(x.dtype)
+
+
+class Rotate(torch.autograd.Function):
+    """The gradient of a turn is the turn back, and costs what it costs; autograd's own would take twice that."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        ctx.save_for_backward(x if learned else None, cos, sin)
+        return turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        x, cos, sin = ctx.saved_tensors
+        dx = turn(grad, cos, -sin)
+        if x is None:
+            return dx, None, None
+        (a, b), (da, db) = x.to(cos.dtype).chunk(2, -1), grad.to(cos.dtype).chunk(2, -1)  # (B, T, H, D/2) each
+        dcos, dsin = (da * a + db * b).sum(2), (db * a - da * b).sum(2)
+        return dx, dcos.sum_to_size(cos.shape), dsin.sum_to_size(sin.shape)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (i, i + D/2) of x (B, T, H, D) by the angles of cos, sin (B, T, D/2). In float32, returned in
-    x's dtype."""
-    cos, sin = cos[:, :, None], sin[:, :, None]  # (B, T, 1, D/2)
-    a, b = x.float().chunk(2, dim=-1)  # (B, T, H, D/2) each
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    """Turns the pairs (i, i + D/2) of x (B, T, H, D) by the angles of cos, sin (B or 1, T, D/2), in float32 (float64
+    if x is), returned in x's dtype. Differentiable in all three, on any device: the reference for kernels.py."""
+    return Rotate.apply(x, cos, sin)
+
+
+def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotate` of q (B, T, H, D) and of k (B, T, Hkv, D); on a GPU by kernels.py in one launch, if it and triton are
+    there."""
+    if q.is_cuda and KERNELS:
+        return kernel_rotate_qk(q, k, cos, sin)
+    if q.is_cuda and not torch.compiler.is_compiling():  # torch.compile fuses the plain path
+        warnings.warn("no kernels.py or no triton: rotation on the GPU takes the slower plain path", stacklevel=2)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 def alibi_slopes(n_head: int) -> Tensor:

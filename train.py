@@ -127,16 +127,18 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 
 def make_optimizer(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with decay on matrices, none on norms and gates."""
-    gates = [p for name, p in model.named_parameters() if ".grid." in name]
-    others = [p for name, p in model.named_parameters() if ".grid." not in name]
-    groups = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay, "lr_scale": 1.0},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0, "lr_scale": 1.0},
-        {"params": gates, "weight_decay": 0.0, "lr_scale": config.gate_lr_scale},
-    ]
-    groups = [group for group in groups if group["params"]]
-    fused = others[0].device.type in ("cuda", "cpu")
+    """AdamW with decay on matrices, none on norms, gates, and the scalars of frequencies and logits."""
+    groups: dict[str, list] = {"matrices": [], "vectors": [], "gates": []}
+    for name, p in model.named_parameters():
+        kind = "gates" if ".grid." in name else "matrices" if name.endswith(".weight") and p.dim() == 2 else "vectors"
+        groups[kind].append(p)
+    settings = {
+        "matrices": {"weight_decay": config.weight_decay, "lr_scale": 1.0},
+        "vectors": {"weight_decay": 0.0, "lr_scale": 1.0},
+        "gates": {"weight_decay": 0.0, "lr_scale": config.gate_lr_scale},
+    }
+    groups = [{"params": params} | settings[kind] for kind, params in groups.items() if params]
+    fused = model.newlines.device.type in ("cuda", "cpu")
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 

@@ -268,7 +268,7 @@ def test_parameter_count_follows_the_formula(tie, qk_norm, n_kv_head, head_dim):
         (lambda: build(vocab_size=VOCAB + 1), (str(VOCAB), str(VOCAB + 1))),
         (lambda: build()(random_tokens(1, 65)), ("65", "64")),
         (lambda: build()(random_tokens(1, 0)), ("no tokens",)),
-        (lambda: list(build().generate([[1] * 60, [1]], 5)), ("60", "5", "64")),
+        (lambda: list(build().generate([[1] * 60, [1]], 6)), ("60", "6", "64")),
         (lambda: list(build().generate([[1], []], 5)), ("empty prompt",)),
         (lambda: list(build().generate([], 5)), ("empty prompt",)),
     ],

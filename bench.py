@@ -1,0 +1,267 @@
+"""Benchmarks: ours beside its peers, in one process and in turn, so that what else the machine does hits all alike.
+
+    python bench.py rotary --json=out/bench.json              # to rotate q and k, forward and backward
+    python bench.py rotary --shape=8,2048,16,8,128 --dtype=bfloat16 --variants=ours,copy_
+    python bench.py scan --rows=8 --tokens=2048               # Auto-2D's affine scan
+    python bench.py rotary --help                             # all knobs
+
+Prints a table, and adds its rows to a JSON file: {"machine": {...}, "rows": [{"name": "rotary", "variant": "ours",
+"pass": "forward", "median_s": ..., "min_s": ..., "max_s": ..., "peak_bytes": ..., "settings": {...}}, ...]}. A file
+holds figures of one machine only. On a CPU `ours` and `plain torch` are the same code: their difference is the noise.
+
+A new benchmark is a function of the common knobs and its own that returns rows, entered in BENCHMARKS.
+"""
+
+import functools
+import importlib
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import configurator
+import rope2d
+from train import pick_device
+
+Passes = dict[str, Callable[[], Any]]  # what is timed of a variant, by name
+Makers = dict[str, Callable[[], Passes]]  # what makes each variant: may fail where a package or a compiler is missing
+
+
+@dataclass
+class BenchConfig:
+    """All benchmarks"""
+
+    json: str | None = None  # file that the rows are added to, in place of those of the same name and settings
+    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first of these that there is
+    repeats: int = 21  # timed runs of each variant
+    threads: int | None = None  # of torch on the CPU; None: torch's own choice
+    variants: tuple[str, ...] = ()  # only these, by name; empty: all that run here
+
+
+@dataclass
+class RotaryConfig:
+    """rotary"""
+
+    shape: tuple[int, int, int, int, int] | None = None  # B, T, H, Hkv, D; None: 8,2048,16,8,128 on CUDA, 4,1024,8,8,64
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA, float32 elsewhere
+
+
+@dataclass
+class ScanConfig:
+    """scan"""
+
+    rows: int = 8  # sequences side by side
+    tokens: int = 2048  # in each
+    dtype: Literal["auto", "float64", "float32"] = "auto"  # auto: rope2d.AutoGrid's, float64 where the device has it
+
+
+def passes(function: Callable, inputs: list[Tensor], grads: list[Tensor]) -> Passes:
+    """Forward, backward and both of function(*inputs), which returns a tensor or several with these gradients."""
+    out = function(*inputs)
+    return {
+        "forward": torch.no_grad()(lambda: function(*inputs)),
+        "backward": lambda: torch.autograd.grad(out, inputs, grads, retain_graph=True),
+        "forward+backward": lambda: torch.autograd.grad(function(*inputs), inputs, grads),
+    }
+
+
+def rotary(bench: BenchConfig, knobs: RotaryConfig, device: torch.device) -> list[dict]:
+    cuda = device.type == "cuda"
+    shape = knobs.shape or ((8, 2048, 16, 8, 128) if cuda else (4, 1024, 8, 8, 64))
+    if min(shape) < 1 or shape[4] % 2:
+        raise ValueError(f"shape={shape}: expected B, T, H, Hkv, D of at least 1, and an even D")
+    dtype = ("bfloat16" if cuda else "float32") if knobs.dtype == "auto" else knobs.dtype
+    (B, T, H, Hkv, D), like = shape, {"device": device, "dtype": getattr(torch, dtype)}
+    angles = 6.28 * torch.rand(B, T, D // 2, device=device)
+    cos, sin = angles.cos(), angles.sin()
+    q, k, _ = torch.randn(B, T, H + 2 * Hkv, D, **like).split([H, Hkv, Hkv], dim=2)  # as model.py makes them
+    inputs = [x.detach().requires_grad_() for x in (q, k)]
+    grads = [torch.randn(x.shape, **like) for x in inputs]
+    # Peers: q and k apart, (B, H, T, D) as views of what a projection returns, tables for whole heads in their dtype.
+    peer_inputs = [torch.randn_like(g).transpose(1, 2).requires_grad_() for g in grads]
+    peer_grads = [g.transpose(1, 2) for g in grads]
+    tables = [torch.cat([x, x], dim=-1).to(like["dtype"]) for x in (cos, sin)]
+
+    def plain(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rope2d.rotate(q, cos, sin), rope2d.rotate(k, cos, sin)
+
+    def peer(module: str, name: str) -> Passes:
+        function = getattr(importlib.import_module(module), name)
+        return passes(lambda q, k: function(q, k, *tables), peer_inputs, peer_grads)
+
+    def copy() -> Passes:
+        one, two = (torch.zeros(B * T * (H + Hkv) * D, **like) for _ in range(2))
+        once = functools.partial(one.copy_, two)
+        return {"forward": once, "backward": once, "forward+backward": lambda: (once(), once())}
+
+    makers = {
+        "ours": lambda: passes(lambda q, k: rope2d.rotate_qk(q, k, cos, sin), inputs, grads),
+        "plain torch": lambda: passes(plain, inputs, grads),
+        "torch.compile": lambda: passes(torch.compile(plain, fullgraph=True), inputs, grads),
+        "hugging face": lambda: peer("transformers.models.qwen3.modeling_qwen3", "apply_rotary_pos_emb"),
+    }
+    if cuda:
+        makers |= {"liger": lambda: peer("liger_kernel.transformers.rope", "liger_rotary_pos_emb"), "copy_": copy}
+    return race("rotary", makers, bench, device, {"shape": list(shape), "dtype": dtype})
+
+
+def scan(bench: BenchConfig, knobs: ScanConfig, device: torch.device) -> list[dict]:
+    if min(knobs.rows, knobs.tokens) < 1:
+        raise ValueError(f"rows={knobs.rows}, tokens={knobs.tokens}: expected at least 1")
+    dtype = ("float32" if device.type == "mps" else "float64") if knobs.dtype == "auto" else knobs.dtype
+    like = {"device": device, "dtype": getattr(torch, dtype)}
+    a, b, start = (torch.rand(knobs.rows, n, **like) for n in (knobs.tokens, knobs.tokens, 1))
+    inputs = [x.requires_grad_() for x in (a, b, start[:, 0])]
+    grads = [torch.randn(knobs.rows, knobs.tokens + 1, **like)]
+
+    def loop(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
+        h = [start]
+        for a_t, b_t in zip(a.unbind(-1), b.unbind(-1), strict=True):
+            h.append(a_t * h[-1] + b_t)
+        return torch.stack(h, dim=-1)
+
+    makers = {"doubling": lambda: passes(rope2d.AffineScan.apply, inputs, grads)}
+    if device.type == "cuda":
+        makers["kernel"] = lambda: passes(importlib.import_module("kernels").affine_scan, inputs, grads)
+    makers["loop"] = lambda: passes(loop, inputs, grads)
+    return race("scan", makers, bench, device, asdict(knobs) | {"dtype": dtype})
+
+
+def race(name: str, makers: Makers, bench: BenchConfig, device: torch.device, settings: dict) -> list[dict]:
+    """Rows of the variants, timed in turn. ValueError for an unknown one.
+
+    One that cannot be made or run here is left out and the reason printed; the first, which is ours, raises.
+    """
+    if unknown := set(bench.variants) - makers.keys():
+        raise ValueError(f"variants: no {', '.join(sorted(unknown))} on {device.type}; there are {', '.join(makers)}")
+    if bench.repeats < 1:
+        raise ValueError(f"repeats={bench.repeats}: expected at least 1")
+    runners: dict[str, Passes] = {}
+    for variant in bench.variants or makers:
+        try:
+            runners[variant] = makers[variant]()
+            for run in runners[variant].values():
+                run()  # compiles, loads and warms what there is
+        except Exception as error:  # no package, no compiler, no memory: peers fail in many ways
+            if variant == next(iter(makers)):
+                raise
+            runners.pop(variant, None)
+            print(f"{variant} left out: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
+    if not runners:
+        raise RuntimeError(f"{name}: none of the variants runs here, nothing was timed")
+    settings = settings | {"device": device.type, "threads": torch.get_num_threads(), "repeats": bench.repeats}
+    rows = []
+    for what in next(iter(runners.values())):
+        rounds = [[seconds(made[what], device) for made in runners.values()] for _ in range(bench.repeats)]
+        for variant, *t in zip(runners, *rounds, strict=True):
+            row = {"name": name, "variant": variant, "pass": what, "median_s": statistics.median(t)}
+            row |= {"min_s": min(t), "max_s": max(t)}
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                runners[variant][what]()
+                row["peak_bytes"] = torch.cuda.max_memory_allocated() - before  # on top of what was there
+            rows.append(row | {"settings": settings})
+    return rows
+
+
+def seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Of one run. On CUDA the GPU's, with a cold L2 cache, busy beforehand so that the launches are queued by then."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush = torch.empty(2**28, dtype=torch.int8, device=device)
+        for _ in range(4):
+            flush.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    began = time.perf_counter()
+    run()
+    if device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter() - began
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on, the code aside."""
+    cpuinfo, cpu = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
+        cpu = line.split(":", 1)[1].strip() if line.startswith("model name") else cpu
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu, "system": platform.system(), "torch": torch.__version__}
+
+
+def read(path: Path) -> dict:
+    """The figures in `path`, none if there is no file. ValueError if another machine's, RuntimeError if damaged."""
+    here = machine()
+    if not path.exists():
+        return {"machine": here, "rows": []}
+    try:
+        found = json.loads(path.read_text())
+        there, _ = found["machine"], [row["variant"] for row in found["rows"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RuntimeError(f"{path}: damaged, or not a file of bench.py ({type(error).__name__}: {error})") from error
+    if there != here:
+        differ = "; ".join(configurator.diff(there, here))
+        raise ValueError(f"{path} has figures of another machine ({differ}), which do not compare: name another file")
+    return found
+
+
+def add(path: Path, rows: list[dict]) -> None:
+    """Adds rows to the file, in place of those of the same name, variant, pass and settings. Raises as `read`."""
+    found, names = read(path), ("name", "variant", "pass", "settings")
+    new = [[row[n] for n in names] for row in rows]
+    found["rows"] = [row for row in found["rows"] if [row[n] for n in names] not in new] + rows
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def table(rows: list[dict]) -> str:
+    """A line a row; `x` is the median over the first variant's."""
+    lines = [f"{'pass':18}{'variant':16}{'median ms':>11}{'min':>10}{'max':>10}{'x':>7}{'peak MB':>9}"]
+    first: dict[str, float] = {}
+    for row in rows:
+        median, low, high = (1e3 * row[name] for name in ("median_s", "min_s", "max_s"))
+        ratio, peak = median / first.setdefault(row["pass"], median), row.get("peak_bytes", 0) / 1e6
+        times = f"{median:>11.3f}{low:>10.3f}{high:>10.3f}"
+        lines.append(f"{row['pass']:18}{row['variant']:16}{times}{ratio:>7.2f}{peak:>9.1f}")
+    return "\n".join(lines)
+
+
+BENCHMARKS = {"rotary": (rotary, RotaryConfig), "scan": (scan, ScanConfig)}
+
+
+def main() -> None:
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in BENCHMARKS:
+        raise ValueError(f"benchmark {name!r}: expected {' or '.join(BENCHMARKS)} first, then its knobs or --help")
+    run, knobs_class = BENCHMARKS[name]
+    bench, knobs = configurator.configure(BenchConfig, knobs_class, argv=sys.argv[2:], doc=__doc__)
+    if bench.json:
+        read(Path(bench.json))  # refuses before anything is timed
+    if bench.threads:
+        torch.set_num_threads(bench.threads)
+    torch.manual_seed(0)
+    rows = run(bench, knobs, pick_device(bench.device))
+    print(", ".join(f"{key} {value}" for key, value in (machine() | rows[0]["settings"]).items()))
+    print(table(rows))
+    if bench.json:
+        add(Path(bench.json), rows)
+        print(f"rows: {bench.json}")
+
+
+if __name__ == "__main__":
+    configurator.run_cli(main)

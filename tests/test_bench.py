@@ -1,0 +1,171 @@
+"""bench.py: the rows it writes, the order it times in, and what it refuses. On shapes that take no time."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+import rope2d
+
+pytestmark = pytest.mark.skipif(not hasattr(rope2d, "rotate_qk"), reason="needs rope2d.rotate_qk")
+ROOT = Path(bench.__file__).parent
+PASSES = ["forward", "backward", "forward+backward"]
+ROTARY = ["rotary", "--shape=1,3,2,1,8", "--repeats=3", "--device=cpu", "--variants=ours,plain torch"]
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(monkeypatch, *argv):
+    monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, argv)])
+    bench.main()
+
+
+def test_rows_have_every_variant_pass_and_setting_and_the_machine_stands_once(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "new" / "bench.json"
+    run(monkeypatch, *ROTARY, f"--json={file}", "--threads=1")
+    found = json.loads(file.read_text())
+    assert found.keys() == {"machine", "rows"} and found["machine"] == bench.machine()
+    assert [(row["pass"], row["variant"]) for row in found["rows"]] == [
+        (what, variant) for what in PASSES for variant in ("ours", "plain torch")
+    ]
+    for row in found["rows"]:
+        assert row["name"] == "rotary" and 0 < row["min_s"] <= row["median_s"] <= row["max_s"] < 10
+        shape = {"shape": [1, 3, 2, 1, 8], "dtype": "float32"}
+        assert row["settings"] == shape | {"device": "cpu", "threads": 1, "repeats": 3}
+    printed = capsys.readouterr().out
+    assert bench.table(found["rows"]) in printed and found["machine"]["cpu"] in printed
+
+
+def test_a_file_is_added_to_and_the_same_settings_are_replaced(monkeypatch, tmp_path):
+    file = tmp_path / "bench.json"
+    run(monkeypatch, *ROTARY, f"--json={file}")
+    first = json.loads(file.read_text())["rows"]
+    run(monkeypatch, "scan", "--rows=2", "--tokens=5", "--repeats=2", "--device=cpu", f"--json={file}")
+    run(monkeypatch, *ROTARY, f"--json={file}")
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["scan"] * 6 + ["rotary"] * 6
+    assert {row["variant"] for row in rows[:6]} == {"doubling", "loop"}
+    assert [row["median_s"] for row in rows[6:]] != [row["median_s"] for row in first]
+    run(monkeypatch, *ROTARY, "--repeats=2", f"--json={file}")
+    assert len(json.loads(file.read_text())["rows"]) == 18
+
+
+def test_figures_of_another_machine_are_refused_before_anything_is_timed(monkeypatch, tmp_path):
+    file = tmp_path / "bench.json"
+    text = json.dumps({"machine": bench.machine() | {"cpu": "Another One"}, "rows": []})
+    file.write_text(text)
+    monkeypatch.setitem(bench.BENCHMARKS, "rotary", (lambda *_: pytest.fail("timed"), bench.RotaryConfig))
+    with pytest.raises(ValueError, match="another machine.*Another One"):
+        run(monkeypatch, *ROTARY, f"--json={file}")
+    with pytest.raises(ValueError, match="another machine"):
+        bench.add(file, [])
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rows": []}', '{"machine": {}, "rows": [{}]}'])
+def test_a_damaged_file_is_refused_by_name(tmp_path, text):
+    (tmp_path / "bench.json").write_text(text)
+    with pytest.raises(RuntimeError, match="bench.json: damaged"):
+        bench.read(tmp_path / "bench.json")
+
+
+@pytest.mark.parametrize(
+    "argv, named",
+    [
+        (["rotari"], "'rotari': expected rotary or scan"),
+        ([], "'': expected rotary or scan"),
+        (["rotary", "--shape=1,2,3"], "shape"),
+        (["rotary", "--shape=1,3,2,1,7"], "even D"),
+        (["rotary", "--shape=0,3,2,1,8"], "at least 1"),
+        ([*ROTARY, "--repeats=0"], "repeats=0"),
+        ([*ROTARY, "--variants=ours,theirs"], "theirs on cpu; there are ours, plain torch"),
+        (["rotary", "--tokens=5"], "--tokens"),
+        (["scan", "--tokens=0"], "tokens=0"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(monkeypatch, argv, named):
+    with pytest.raises(ValueError, match=named):
+        run(monkeypatch, *argv)
+
+
+def test_an_unknown_benchmark_fails_in_one_line_with_status_2():
+    done = subprocess.run([sys.executable, "bench.py", "rotari"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "error: benchmark 'rotari': expected rotary or scan first, then its knobs or --help\n"
+
+
+def test_variants_take_turns_and_the_median_is_of_their_own_times(monkeypatch):
+    order, clock = [], {"a": iter([5.0, 1.0, 2.0]), "b": iter([9.0, 8.0, 7.0])}
+
+    def seconds(what, device):
+        order.append(what())
+        return next(clock[order[-1]])
+
+    monkeypatch.setattr(bench, "seconds", seconds)
+    makers = {name: lambda name=name: {"forward": lambda: name} for name in "ab"}
+    rows = bench.race("race", makers, bench.BenchConfig(repeats=3), torch.device("cpu"), {"size": 1})
+    assert order == list("ababab")
+    assert [(r["variant"], r["median_s"], r["min_s"], r["max_s"]) for r in rows] == [("a", 2, 1, 5), ("b", 8, 7, 9)]
+    assert bench.table(rows).splitlines()[2].split() == [
+        "forward",
+        "b",
+        "8000.000",
+        "7000.000",
+        "9000.000",
+        "4.00",
+        "0.0",
+    ]
+
+
+def test_a_peer_that_does_not_run_is_left_out_with_the_reason_and_ours_is_not(capsys):
+    def fails():
+        raise ImportError("no module named peer")
+
+    def rows(**makers):
+        return bench.race("race", makers, bench.BenchConfig(repeats=1), torch.device("cpu"), {})
+
+    assert [row["variant"] for row in rows(ours=lambda: {"forward": list}, peer=fails)] == ["ours"]
+    assert capsys.readouterr().out == "peer left out: ImportError: no module named peer\n"
+    with pytest.raises(ImportError):
+        rows(ours=fails)
+    only_the_peer = bench.BenchConfig(variants=("peer",))
+    with pytest.raises(RuntimeError, match="nothing was timed"):
+        bench.race("race", {"ours": fails, "peer": fails}, only_the_peer, torch.device("cpu"), {})
+
+
+def test_each_pass_does_what_its_name_says():
+    x = torch.tensor([2.0, 3.0], requires_grad=True)
+    grads = [torch.tensor([1.0, 10.0])]
+    made = bench.passes(lambda x: x * x, [x], grads)
+    assert list(made) == PASSES
+    assert made["forward"]().tolist() == [4, 9] and not made["forward"]().requires_grad
+    for what in PASSES[1:]:
+        for _ in range(2):
+            assert made[what]()[0].tolist() == [4, 60]
+
+
+def test_peers_compute_what_we_compute(monkeypatch):
+    pytest.importorskip("transformers")
+    made = {}
+
+    def keep(name, makers, *_):
+        made.update({variant: makers[variant]() for variant in ("ours", "plain torch", "hugging face")})
+        return [{}]
+
+    monkeypatch.setattr(bench, "race", keep)
+    monkeypatch.setattr(torch, "randn", lambda *shape, **like: torch.ones(*shape, **like))
+    monkeypatch.setattr(torch, "randn_like", torch.ones_like)
+    bench.rotary(bench.BenchConfig(), bench.RotaryConfig(shape=(2, 3, 4, 2, 8)), torch.device("cpu"))
+    ours, plain, peer = (made[variant]["forward+backward"]() for variant in made)
+    for a, b, c in zip(ours, plain, peer, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c.transpose(1, 2), rtol=0, atol=1e-6)
