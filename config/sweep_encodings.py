@@ -1,0 +1,29 @@
+# Every encoding and option, one and four layers, the toy's data and budget (600 steps; Auto-2D 250 more for its grid).
+#   python sweep.py config/sweep_encodings.py
+# h-rope and rnope differ from rope from two layers on.
+
+_rows = {
+    "rope": "--pos_encoding=rope --freqs=geometric",
+    "alibi": "--pos_encoding=alibi",
+    "nope": "--pos_encoding=nope",
+    "rnope": "--pos_encoding=rnope --freqs=geometric",
+    "h-rope": "--pos_encoding=h-rope",
+    "2d-rope-geometric": "--freqs=geometric",
+    "2d-rope-mixed": "--freqs=mixed",
+    "2d-rope-uniform": "",
+    "2d-rope-uniform-log_n": "--logit_scale=log_n",
+    "2d-rope-uniform-half": "--rotary_fraction=0.5",
+    "2d-rope-learned": "--freqs=geometric --freqs_learned=True",
+    "auto-sigmoid": "--pos_encoding=auto-2d-rope --auto_gate=sigmoid --logit_scale=log_n --max_steps=850",
+    "auto-saturating": "--pos_encoding=auto-2d-rope --grid_steps=250 --max_steps=850 --logit_scale=log_n",
+}
+_sizes = {1: "", 4: "--n_layer=4"}
+runs = tuple(
+    f"{_name}-{_layers} config/toy_copy.py {_flags} {_size}"
+    for _layers, _size in _sizes.items()
+    for _name, _flags in _rows.items()
+    if _layers > 1 or _name not in ("rnope", "h-rope")
+)
+lengths = (20, 40, 80, 160, 320, 640, 1280, 2560, 5120)
+samples = (50, 20, 20, 10, 10, 10, 4, 2, 1)
+out_dir = "out/sweep_encodings"
