@@ -4,7 +4,7 @@
 _auto = "config/toy_copy.py config/toy_auto.py"
 runs = (
     f"auto-saturating {_auto}",
-    f"auto-sigmoid {_auto} --auto_gate=sigmoid --grid_steps=0 --auto_bias=2 --gate_lr_scale=30",  # the best of 8 tried
+    f"auto-sigmoid {_auto} --auto_gate=sigmoid --grid_steps=0 --auto_bias=2 --gate_lr_scale=30",  # best of 9 tried
     f"2d-rope-rule {_auto} --pos_encoding=2d-rope --grid_steps=0",
     f"rope {_auto} --pos_encoding=rope --grid_steps=0 --freqs=geometric",
 )

@@ -14,8 +14,8 @@ _rows = {
     "2d-rope-uniform-log_n": "--logit_scale=log_n",
     "2d-rope-uniform-half": "--rotary_fraction=0.5",
     "2d-rope-learned": "--freqs=geometric --freqs_learned=True",
-    "auto-sigmoid": "--pos_encoding=auto-2d-rope --auto_gate=sigmoid --auto_bias=2 --gate_lr_scale=30 --logit_scale=log_n"
-    " --max_steps=850",
+    "auto-sigmoid": "--pos_encoding=auto-2d-rope --logit_scale=log_n --max_steps=850 --auto_gate=sigmoid --auto_bias=2 "
+    "--gate_lr_scale=30",
     "auto-saturating": "--pos_encoding=auto-2d-rope --grid_steps=250 --max_steps=850 --logit_scale=log_n",
 }
 _sizes = {1: "", 4: "--n_layer=4"}

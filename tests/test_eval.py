@@ -300,6 +300,7 @@ def test_the_plot_is_a_picture_with_a_line_an_encoding(tmp_path):
 )
 def test_what_cannot_be_evaluated_is_refused(runs, monkeypatch, changes, error, match):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: pytest.fail("evaluated something before refusing"))
     values = dict(runs=(str(runs["rope"]),), lengths=(3, 20), samples=(1,), device="cpu") | changes
     with pytest.raises(error, match=match):
         copy_ladder(EvalConfig(**values))

@@ -197,10 +197,10 @@ def test_the_grid_of_2d_rope_is_the_rules():
 
 
 @pytest.mark.parametrize("gate", ["saturating", "sigmoid"])
-@pytest.mark.parametrize("n", [20, 600])  # 600: three of prefill's chunks
-def test_a_learned_grid_follows_its_gates_by_the_recurrence(gate, n):
-    model, tokens = untrained("rope+auto-2d-rope", auto_gate=gate, block_size=2000), prompt(n)
-    grid, states = model.blocks[1].attention.grid, []
+@pytest.mark.parametrize("n, layer", [(20, 0), (20, 1), (600, 0)])  # 600: three of prefill's chunks
+def test_a_learned_grid_follows_its_gates_by_the_recurrence(gate, n, layer):
+    model, tokens = untrained("auto-2d-rope", auto_gate=gate, block_size=2000), prompt(n)
+    grid, states = model.blocks[layer].attention.grid, []
     hook = grid.register_forward_pre_hook(lambda _, args: states.append(args[0]))
     with torch.no_grad():
         model(tokens)
@@ -208,14 +208,14 @@ def test_a_learned_grid_follows_its_gates_by_the_recurrence(gate, n):
         z = (states[0][0] @ grid.proj.weight.T + grid.proj.bias).sigmoid()  # (T, 1 or 2)
     A = (1.6 * z[:, 0] - 0.3).clamp(0, 1) if gate == "saturating" else z[:, 0]
     B = z[:, 1] if gate == "sigmoid" else torch.ones(len(A))
-    gates = grid_gates(model, tokens, 1)
+    gates = grid_gates(model, tokens, layer)
     torch.testing.assert_close(gates, A, atol=1e-5, rtol=0)
     assert gates.std() > 0.1
     row, col, places = 0.0, 0.0, []
     for a, b in zip(A.tolist(), B.tolist(), strict=True):
         places.append((row, col))
         row, col = row + 1 - a, a * col + b
-    got = torch.stack(grid_positions(model, tokens, 1), dim=1)
+    got = torch.stack(grid_positions(model, tokens, layer), dim=1)
     torch.testing.assert_close(got, torch.tensor(places, dtype=torch.float64), atol=1e-3, rtol=1e-4)
 
 
@@ -273,10 +273,10 @@ def test_an_attention_map_has_a_labelled_panel_a_head_and_one_stated_scale(figur
     *panels, bar = figure.axes
     assert [panel.get_title() for panel in panels] == ["layer 1, head 2", "layer 1, head 0"]
     assert figure.get_suptitle() == "out/x\nauto-2d-rope, prompt of 45 tokens" and inside(figure, figure._suptitle)
-    assert bar.get_ylabel() == "attention weight" and bar.get_ylim() == pytest.approx((0, weights.max()))
+    assert bar.get_ylabel() == "attention weight" and bar.get_ylim() == pytest.approx((0, weights.max().item()))
     for panel, expected in zip(panels, weights, strict=True):
         np.testing.assert_array_equal(panel.images[0].get_array(), expected)
-        assert panel.images[0].get_clim() == pytest.approx((0, weights.max()))
+        assert panel.images[0].get_clim() == pytest.approx((0, weights.max().item()))
         assert [t.get_text() for t in panel.get_yticklabels()] == names(tokens)[24:45]
         assert [t.get_text() for t in panel.get_xticklabels()] == names(tokens)[:26]
         assert (panel.get_ylabel(), panel.get_xlabel()) == ("query, 24 to 44", "key, 0 to 25")

@@ -120,8 +120,11 @@ def test_a_step_is_the_mean_over_all_target_tokens_however_it_is_cut(tmp_path, g
     assert log(tmp_path)[0]["grad_norm"] == pytest.approx(math.sqrt(sum(g.square().sum() for g in wanted)), rel=1e-6)
 
 
-def test_two_processes_train_like_one(tmp_path):
-    knobs = dict(max_steps=20, batch_size=7, eval_interval=10)  # 7 samples in 4 micro-batches: not all of one size
+@pytest.mark.parametrize(
+    "auto", [{}, {"pos_encoding": "auto-2d-rope", "grid_steps": 8}], ids=["2d-rope", "auto-2d-rope"]
+)
+def test_two_processes_train_like_one(tmp_path, auto):
+    knobs = dict(max_steps=20, batch_size=7, eval_interval=10) | auto  # 7 samples in 4 micro-batches: not all of a size
     run(tmp_path / "one", **knobs)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", train.__file__]
     command, folder = launch + flags(tmp_path / "two", grad_accum=2, **knobs), Path(train.__file__).parent
@@ -200,15 +203,17 @@ KILLS = {
 
 @pytest.mark.parametrize("stops", KILLS.values(), ids=KILLS.keys())
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, stops):
-    run(tmp_path / "whole", checkpoint_interval=4)
-    out = tmp_path / "stopped"
+    knobs, whole, out = dict(checkpoint_interval=4, eval_interval=4), tmp_path / "whole", tmp_path / "stopped"
+    run(whole, **knobs)
     for number, at, status in stops:
-        assert in_child(train_until, number, at, out, {"checkpoint_interval": 4}) == status
-    run(out, checkpoint_interval=4)
+        assert in_child(train_until, number, at, out, knobs) == status
+    run(out, **knobs)
     for name in ("last.pt", "best.pt"):
-        same_run(torch.load(out / name), torch.load(tmp_path / "whole" / name))
+        same_run(torch.load(out / name), torch.load(whole / name))
     assert [line["step"] for line in log(out)] == list(range(10))
-    assert log(out) == log(tmp_path / "whole")
+    assert log(out) == log(whole)
+    assert (out / "validation.jsonl").read_text() == (whole / "validation.jsonl").read_text()
+    assert [line["step"] for line in map(json.loads, open(out / "validation.jsonl"))] == [4, 8, 10]
 
 
 def test_a_stop_leaves_a_checkpoint_of_the_step_it_came_in(tmp_path):
