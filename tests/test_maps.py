@@ -1,7 +1,6 @@
-"""eval.py's attention maps against the plain formula; grids against the rule and the recurrence; the pictures."""
+"""maps.py: attention against the plain formula; grids against the rule and the recurrence; the pictures."""
 
 import math
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,25 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import configurator
 import data_copy
+import maps
 import rope2d
 from data_copy import INPUT, NEWLINE, OUTPUT, VOCAB
+from maps import attention_weights, draw_maps, grid_gates, grid_positions, grid_table, plot_attention, plot_grid
 from model import Decoder, ModelConfig
-
-try:
-    import eval as maps
-    from eval import attention_weights, draw_maps, grid_gates, grid_positions, grid_table, plot_attention, plot_grid
-except ImportError:
-    sys.path.insert(0, "/tmp")
-    import maps_proposal as maps
-    from maps_proposal import (
-        attention_weights,
-        draw_maps,
-        grid_gates,
-        grid_positions,
-        grid_table,
-        plot_attention,
-        plot_grid,
-    )
 
 ENCODINGS = ["2d-rope", "auto-2d-rope", "rope", "nope", "alibi", "h-rope"]
 EXAMPLE = [NEWLINE, INPUT, 0, 1, 1, NEWLINE, NEWLINE, OUTPUT, 0, 1, 1]
@@ -347,9 +332,9 @@ def test_each_run_gets_its_pictures_of_the_string_heads_and_windows_that_were_as
         saved(untrained("auto-2d-rope"), tmp_path / "b" / "run", "*"),
         saved(untrained("h-rope"), tmp_path / "c"),
     ]
-    argv = ["--maps=True", f"--runs={','.join(runs)}", "--map_length=9", "--map_layer=0", "--map_task=recursive-flip"]
-    argv += ["--map_heads=3,1", "--map_queries=13,22", "--map_keys=0,12", f"--out_dir={tmp_path}", "--device=cpu"]
-    draw_maps(configurator.configure(maps.EvalConfig, argv=argv))
+    argv = [f"--runs={','.join(runs)}", "--length=9", "--layer=0", "--map_task=recursive-flip"]
+    argv += ["--heads=3,1", "--queries=13,22", "--keys=0,12", f"--out_dir={tmp_path}", "--device=cpu"]
+    draw_maps(configurator.configure(maps.MapConfig, argv=argv))
     out = capsys.readouterr().out
     source = names(torch.from_numpy(data_copy.evaluation_strings("recursive-flip", 9, 9, 1, 0)[0])[None])
     attention, grid, attention_star, grid_star, attention_rope = figures
@@ -370,14 +355,14 @@ def test_each_run_gets_its_pictures_of_the_string_heads_and_windows_that_were_as
     "changes, match",
     [
         (dict(runs=()), "nothing to draw: give --runs=DIR"),
-        (dict(map_layer=2), "layer=2: expected 0 to 1"),
-        (dict(map_heads=(4,)), r"heads=\(4,\)"),
-        (dict(map_queries=(40, 45)), "positions outside the prompt of 45 tokens"),
-        (dict(map_keys=(9, 8)), "no positions"),
-        (dict(map_length=43), "sequence of 91 tokens is longer"),
+        (dict(layer=2), "layer=2: expected 0 to 1"),
+        (dict(heads=(4,)), r"heads=\(4,\)"),
+        (dict(queries=(40, 45)), "positions outside the prompt of 45 tokens"),
+        (dict(keys=(9, 8)), "no positions"),
+        (dict(length=43), "sequence of 91 tokens is longer"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(tmp_path, changes, match):
     values = dict(runs=(saved(untrained(), tmp_path / "run"),), out_dir=str(tmp_path), device="cpu") | changes
     with pytest.raises(ValueError, match=match):
-        draw_maps(maps.EvalConfig(**values))
+        draw_maps(maps.MapConfig(**values))
