@@ -1,6 +1,6 @@
 """Defaults of a script + config files + `--name=value`, later ones winning, every value checked.
 
-    python train.py config/copy.py --learning_rate=3e-4 --lengths=20,320      (--help lists all knobs)
+    python train.py config/toy_copy.py --learning_rate=3e-4 --freqs=mixed   # --help lists them
 
 The knobs are the fields of one or more dataclasses; a field's annotation is its type, its comment is its help:
 
@@ -148,7 +148,7 @@ def _run_file(path: Path, values: Mapping[str, Any], knobs: Mapping[str, Knob]) 
     """The values after the config file `path` has run on them."""
     space = {**values, "__file__": str(path)}
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), space)
+        exec(compile(path.read_text("utf-8-sig"), str(path), "exec", dont_inherit=True), space)
     except Exception as error:
         at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = at[-1] if at else getattr(error, "lineno", None)  # a file that does not compile has no frame

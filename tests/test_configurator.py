@@ -723,3 +723,13 @@ run_cli(lambda: configure(C))
     ran = python(script(tmp_path, body), "--step=2", cwd=tmp_path, NANO2D_TRACEBACK="")
     message = "error: --step: unknown name, the nearest known one is --steps\n"
     assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", message)
+
+
+def test_a_comment_about_an_encoding_is_no_declaration_of_one(tmp_path):
+    (tmp_path / "c.py").write_text("# run with --pos_encoding=2d-rope\nname = 'ä'\n", encoding="utf-8")
+
+    @dataclass
+    class Text:
+        name: str = ""
+
+    assert configure(Text, argv=[str(tmp_path / "c.py")]).name == "ä"

@@ -23,7 +23,10 @@ def start(folder: Path, script: str, *args: str) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=120)
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
     return process.returncode, out, err
 
 

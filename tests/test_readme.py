@@ -6,24 +6,28 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from configurator import configure
 from data_copy import CopyConfig
 from eval import EvalConfig
+from maps import MapConfig
 from model import ModelConfig
+from sweep import SweepConfig
 from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
-COMMENTS = "\n".join(path.read_text() for path in [*ROOT.glob("config/*.py"), ROOT / "train.py", ROOT / "eval.py"])
+COMMENTS = "\n".join(path.read_text() for path in [*ROOT.glob("config/*.py"), *ROOT.glob("*.py")])
 SHELL = "\n".join(text for language, text in BLOCKS if language == "sh")
 CLASSES = {"train.py": (ModelConfig, CopyConfig, TrainConfig), "eval.py": (EvalConfig,)}
+CLASSES |= {"maps.py": (MapConfig,), "sweep.py": (SweepConfig,)}
 
 
 def commands(text: str) -> list[str]:
     """Command lines of our scripts, without what a shell comment adds."""
-    lines = re.findall(r"(?:python|torchrun)\b[^\n]*? ((?:train|eval)\.py [^\n#]*)", text)
+    lines = re.findall(r"(?:python|torchrun)\b[^\n]*? ((?:train|eval|maps|sweep)\.py [^\n#]*)", text)
     return [line.strip() for line in lines if "..." not in line]
 
 
@@ -57,3 +61,45 @@ def test_a_python_block_runs(code):
 
 def test_there_is_something_to_check():
     assert commands(SHELL) and len(BLOCKS) >= 3
+
+
+@pytest.fixture
+def patched_qwen3():
+    """Two Qwen3 with the same weights, the first with the README's patch; token 3 has one line break, 7 two."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=50,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,
+    )
+    ours, theirs = (transformers.Qwen3ForCausalLM(config).eval().requires_grad_(False) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    names = {}
+    exec(next(text for language, text in BLOCKS if "class Grid2D" in text), names)
+    newlines = torch.zeros(50, dtype=torch.int64)
+    newlines[3], newlines[7] = 1, 2
+    names["Grid2D"](ours, newlines)
+    return ours, theirs
+
+
+def test_qwen3_with_all_tokens_on_one_row_is_rope_over_the_column_pairs(patched_qwen3):
+    ours, theirs = patched_qwen3
+    theirs.model.rotary_emb.inv_freq = torch.cat([torch.zeros(4), 1000.0 ** (-torch.arange(4) / 4)])
+    tokens = torch.randint(8, 50, (2, 40))
+    torch.testing.assert_close(ours(input_ids=tokens).logits, theirs(input_ids=tokens).logits, atol=1e-5, rtol=0)
+
+
+def test_qwen3_with_line_breaks_generates_with_its_cache_what_it_would_without(patched_qwen3):
+    ours, _ = patched_qwen3
+    tokens = torch.randint(0, 8, (1, 20))  # many line breaks
+    written = ours.generate(tokens, max_new_tokens=20, do_sample=False, eos_token_id=None)
+    for _ in range(20):
+        logits = ours(input_ids=tokens, use_cache=False).logits[:, -1:]
+        tokens = torch.cat([tokens, logits.argmax(-1)], dim=1)
+    assert torch.equal(written, tokens)
