@@ -128,7 +128,7 @@ def launch_rotate(q, k, out_q, out_k, cos, sin, back=False, q0=None, k0=None, dc
     if not angles:
         q0, k0, dcos, dsin = q, k, cos, sin  # never touched
     strides = [x.stride()[:3] for x in (q, k, out_q, out_k, q0, k0)]
-    wrap_triton(_rotate_kernel)[(B * triton.cdiv(T, block_t),)](
+    wrap_triton(_rotate_kernel)[(B * -(-T // block_t),)](
         q, *strides[0], k, *strides[1], out_q, *strides[2], out_k, *strides[3], q0, *strides[4], k0, *strides[5],
         cos, sin, cos_b, dcos, dsin, T,
         H=H, HKV=Hkv, HALF=D // 2, BACK=back, ANGLES=angles,
@@ -242,7 +242,7 @@ def _compose(a1, b1, a2, b2):
 
 @jit
 def _scan_kernel(a, a_row, b, b_row, start, h, T, REVERSE: constexpr, CHUNK: constexpr):
-    """One program a row, chunk after chunk; the identity (1, 0) beyond the end leaves the carry alone."""
+    """One program a row, chunk after chunk. REVERSE starts at the end."""
     row = tl.program_id(0).to(tl.int64)
     h += row * (T + 1)
     lane = tl.arange(0, CHUNK)

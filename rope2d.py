@@ -197,14 +197,14 @@ class AffineScan(torch.autograd.Function):
 
     @staticmethod
     def scan(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
-        a, h = a.clone(), torch.cat([start[..., None], b], dim=-1)
-        h[..., 1:2] += a[..., :1] * h[..., :1]
+        a, h = a.movedim(-1, 0), torch.cat([start[None], b.movedim(-1, 0)])  # time first: (T, ...), (T + 1, ...)
+        h[1].addcmul_(a[0], start)
         reach = 1
-        while reach < a.shape[-1]:
-            h[..., 1 + reach :] += a[..., reach:] * h[..., 1:-reach]
-            a[..., reach:] = a[..., reach:] * a[..., :-reach]
+        while reach < len(a):
+            h[1 + reach :].add_(a[reach:] * h[1:-reach])
+            a = torch.cat([a[:reach], a[reach:] * a[:-reach]])
             reach *= 2
-        return h
+        return h.movedim(0, -1)
 
     @staticmethod
     def forward(ctx, a: Tensor, b: Tensor, start: Tensor) -> Tensor:

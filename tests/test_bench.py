@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import bench
-import rope2d
 
-pytestmark = pytest.mark.skipif(not hasattr(rope2d, "rotate_qk"), reason="needs rope2d.rotate_qk")
 ROOT = Path(bench.__file__).parent
 PASSES = ["forward", "backward", "forward+backward"]
 ROTARY = ["rotary", "--shape=1,3,2,1,8", "--repeats=3", "--device=cpu", "--variants=ours,plain torch"]

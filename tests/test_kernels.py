@@ -369,7 +369,6 @@ def test_compiled_for_a_consumer_card_the_tiles_are_small_and_loads_are_16_bytes
     assert set(re.findall(r"ld\.global\S*", rotation.asm["ptx"])) == {"ld.global.v4.b32"}
 
 
-@pytest.mark.skipif(not hasattr(rope2d, "rotate_qk"), reason="rope2d.rotate is in float32 only, so far")
 @pytest.mark.parametrize("tables_B", [1, 2])
 def test_gradcheck_of_the_plain_rotation(tables_B):
     x = normal(2, 3, 2, 4, dtype=F64).requires_grad_()
