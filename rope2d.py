@@ -198,7 +198,7 @@ class AffineScan(torch.autograd.Function):
     @staticmethod
     def scan(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
         a, h = a.movedim(-1, 0), torch.cat([start[None], b.movedim(-1, 0)])  # time first: (T, ...), (T + 1, ...)
-        h[1].addcmul_(a[0], start)
+        h[1:2].addcmul_(a[:1], h[:1])
         reach = 1
         while reach < len(a):
             h[1 + reach :].add_(a[reach:] * h[1:-reach])
