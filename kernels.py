@@ -118,7 +118,8 @@ def launch_rotate(q, k, out_q, out_k, cos, sin, back=False, q0=None, k0=None, dc
     """q, k -> out_q, out_k, which may be q, k themselves. With q0 and k0 also dcos, dsin (B, T, D/2)."""
     if is_fake(q):
         return
-    (B, T, H, D), Hkv = q.shape, k.shape[2]
+    B, T = q.shape[:2]
+    H, Hkv, D = int(q.shape[2]), int(k.shape[2]), int(q.shape[3])  # under torch.compile constants, even if dynamic
     cos, sin = cos.contiguous(), sin.contiguous()
     cos_b = 0 if cos.shape[0] == 1 else T * (D // 2)
     block_p = triton.next_power_of_2(D // 2)

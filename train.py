@@ -190,6 +190,13 @@ def open_log(path: Path, step: int) -> TextIO:
     return open(path, "a")
 
 
+def last_validated(out: Path) -> int:
+    """The step of the last validation that a run's directory knows of, -1 for none."""
+    path = out / "validation.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=-1)
+
+
 class StopSignal:
     """SIGTERM and SIGINT end the run after the step at hand, with a checkpoint."""
 
@@ -234,14 +241,18 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
     if checkpoint:
         optimizer.load_state_dict(checkpoint["optimizer"])
         step, best = checkpoint["step"], checkpoint["best"]
-    if step >= config.max_steps and (Path(config.out_dir) / "best.pt").exists():
+    if step >= config.max_steps and last_validated(Path(config.out_dir)) >= config.max_steps:
         if rank == 0:
             print(f"{config.out_dir}: all {step} steps are done already")
         return
 
     wrapped = model
     if world > 1:
-        wrapped = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            find_unused_parameters=config.grid_steps > 0,  # the gates, once their grid has settled
+        )
     if config.compile:
         wrapped = torch.compile(wrapped)
     bfloat16 = config.dtype == "bfloat16" or config.dtype == "auto" and device.type == "cuda"
@@ -314,12 +325,12 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
         finished = step == config.max_steps
         if step and (finished or step % config.eval_interval == 0):  # here, so that it is not lost in a kill after save
             val_loss = validation_loss()
-            if rank == 0:
-                print(json.dumps({"step": step, "val_loss": val_loss}), file=validation_log, flush=True)
             bar.set_description(f"val loss {val_loss:.4f}")
             if val_loss < best:
                 best = val_loss
                 save("best.pt")
+            if rank == 0:  # last: it says that best.pt is settled
+                print(json.dumps({"step": step, "val_loss": val_loss}), file=validation_log, flush=True)
         if finished:
             break
         began = time.perf_counter()
