@@ -129,7 +129,7 @@ def plot_attention(
     queries = queries[::every]
     weights = attention_weights(model, tokens, layer, heads, queries, keys).cpu()
     images = F.max_pool1d(weights, pool, ceil_mode=True).numpy()
-    width, height = (0.13 * len(window) if len(window) <= MAX_TICKS else 5 for window in (keys, queries))
+    width, height = (max(1.8, 0.13 * len(window)) if len(window) <= MAX_TICKS else 5 for window in (keys, queries))
     across = min(len(heads), 3)
     down = -(-len(heads) // across)
     plt = pyplot()

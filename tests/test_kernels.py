@@ -369,6 +369,26 @@ def test_compiled_for_a_consumer_card_the_tiles_are_small_and_loads_are_16_bytes
     assert set(re.findall(r"ld\.global\S*", rotation.asm["ptx"])) == {"ld.global.v4.b32"}
 
 
+@pytest.mark.skipif(kernels.INTERPRETED, reason="traced as for a GPU")
+def test_one_graph_serves_every_length(monkeypatch):
+    """Tracing needs no GPU. Block sizes computed from symbolic head sizes once made this hang."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lambda *inputs: [torch.zeros(1)] * 3
+
+    def both(q, k, cos, sin, a):
+        return *kernels.rotate_qk(q, k, cos, sin), kernels.affine_scan(a, a, a[:, 0])
+
+    monkeypatch.setattr(kernels, "check_device", lambda *tensors: None)
+    compiled = torch.compile(both, backend=backend, fullgraph=True, dynamic=True)
+    for B, T in ((5, 37), (3, 53)):  # sizes that no other dimension has, or torch takes them for the same
+        qkv, cos, sin = normal(B, T, 8, 64), *normal(2, B, T, 32)
+        compiled(qkv[:, :, :4], qkv[:, :, 4:6], cos, sin, normal(B, T))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("tables_B", [1, 2])
 def test_gradcheck_of_the_plain_rotation(tables_B):
     x = normal(2, 3, 2, 4, dtype=F64).requires_grad_()
