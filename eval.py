@@ -239,7 +239,7 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
 
 
 def table(rows: Sequence[dict]) -> str:
-    """Exact match in percent, with the share of wrong tokens where there are any: a line a run and task."""
+    """Exact match in percent and as strings right / strings tried: a line a run and task."""
     columns = list(dict.fromkeys((r["min_length"], r["length"]) for r in rows))
     names = [str(high) if low == high else f"{low}-{high}" for low, high in columns]
     lines = [f"{'':12}{'seed':>5}  {'exact match at length':16}" + "".join(f"{name:>16}" for name in names)]

@@ -115,7 +115,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     peak, last = config.learning_rate, config.max_steps - 1
     low = peak / 10 if config.min_lr is None else config.min_lr
     if step < config.grid_steps:
-        return peak * min(1.0, (step + 1) / config.warmup_steps)
+        return peak * min(1.0, (step + 1) / max(1, config.warmup_steps))
     step, last = step - config.grid_steps, last - config.grid_steps
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
@@ -341,6 +341,7 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
             torch.manual_seed(config.seed)  # every rank draws the same, and so does a run that goes on from here
             model.settle_grid()
             optimizer.state.clear()
+            best = math.inf  # what was best so far is thrown away
         micro, n_targets = copy_batch(config, copy_config, step, "train", rank, world)
         step_loss = torch.zeros((), device=device)
         for i, (tokens, targets) in enumerate(micro):
