@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -137,7 +138,7 @@ def scan(bench: BenchConfig, knobs: ScanConfig, device: torch.device) -> list[di
 
 
 def race(name: str, makers: Makers, bench: BenchConfig, device: torch.device, settings: dict) -> list[dict]:
-    """Rows of the variants, timed in turn. ValueError for an unknown one.
+    """Rows of the variants, timed in turn, in a new order each round. ValueError for an unknown one.
 
     One that cannot be made or run here is left out and the reason printed; the first, which is ours, raises.
     """
@@ -159,10 +160,13 @@ def race(name: str, makers: Makers, bench: BenchConfig, device: torch.device, se
     if not runners:
         raise RuntimeError(f"{name}: none of the variants runs here, nothing was timed")
     settings = settings | {"device": device.type, "threads": torch.get_num_threads(), "repeats": bench.repeats}
-    rows = []
+    rows, shuffle = [], random.Random(0)  # each variant leaves caches and allocator in a state of its own to the next
     for what in next(iter(runners.values())):
-        rounds = [[seconds(made[what], device) for made in runners.values()] for _ in range(bench.repeats)]
-        for variant, *t in zip(runners, *rounds, strict=True):
+        times: dict[str, list[float]] = {variant: [] for variant in runners}
+        for _ in range(bench.repeats):
+            for variant in shuffle.sample(list(runners), len(runners)):
+                times[variant].append(seconds(runners[variant][what], device))
+        for variant, t in times.items():
             row = {"name": name, "variant": variant, "pass": what, "median_s": statistics.median(t)}
             row |= {"min_s": min(t), "max_s": max(t)}
             if device.type == "cuda":
@@ -235,9 +239,10 @@ def table(rows: list[dict]) -> str:
     first: dict[str, float] = {}
     for row in rows:
         median, low, high = (1e3 * row[name] for name in ("median_s", "min_s", "max_s"))
-        ratio, peak = median / first.setdefault(row["pass"], median), row.get("peak_bytes", 0) / 1e6
+        ratio = median / first.setdefault(row["pass"], median)
+        peak = f"{row['peak_bytes'] / 1e6:>9.1f}" if "peak_bytes" in row else ""
         times = f"{median:>11.3f}{low:>10.3f}{high:>10.3f}"
-        lines.append(f"{row['pass']:18}{row['variant']:16}{times}{ratio:>7.2f}{peak:>9.1f}")
+        lines.append(f"{row['pass']:18}{row['variant']:16}{times}{ratio:>7.2f}{peak}")
     return "\n".join(lines)
 
 
