@@ -2,6 +2,7 @@
 # make test   sets up .venv and runs all tests
 # make env    only sets up .venv, from requirements.txt
 # make seeds  the toy with eight seeds (the README's second table): out/toy_seeds/
+# make pretrain  a byte-level model of 5M parameters with rope, 2d-rope and h-rope, ten minutes each: out/toy_pretrain/
 PYTHON ?= python3
 PY := .venv/bin/python
 TOY := out/toy_copy
@@ -9,7 +10,7 @@ SEEDS := out/toy_seeds
 comma := ,
 list = $(subst $() ,$(comma),$(strip $(1)))
 
-.PHONY: env toy seeds test
+.PHONY: env toy seeds toy-data pretrain test
 .DELETE_ON_ERROR:
 
 env: .venv/env
@@ -32,6 +33,17 @@ seeds: env
 	  $(PY) train.py config/toy_copy.py --seed=$$seed --freqs_seed=$$seed --out_dir=$(SEEDS)/$$seed || exit 1; done
 	$(PY) eval.py --runs=$(call list,$(foreach seed,0 1 2 3 4 5 6 7,$(SEEDS)/$(seed))) \
 	  --lengths=20,320,5120,20480 --samples=100,20,4,1 --out_dir=$(SEEDS)
+
+toy-data: env
+	$(PY) data_dclm.py --local_text=data/text
+	for part in train val; do $(PY) data_dclm.py --sources=data/text/$$part.jsonl.zst --tokenizer=bytes --length=512 \
+	  --packing=continue --out_dir=data/toy/$$part || exit 1; done
+
+pretrain: toy-data
+	for encoding in rope 2d-rope h-rope; do \
+	  $(PY) train.py config/toy_pretrain.py --pos_encoding=$$encoding --out_dir=out/toy_pretrain/$$encoding || exit 1; done
+	$(PY) eval.py --runs=$(call list,$(foreach encoding,rope 2d-rope h-rope,out/toy_pretrain/$(encoding))) \
+	  --val_data=data/toy/val --windows=1024 --out_dir=out/toy_pretrain
 
 test: .venv/dev
 	$(PY) -m pytest -q

@@ -108,7 +108,7 @@ def run_cli(run: Callable[[], None]) -> None:
         run()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         if os.environ.get("NANO2D_TRACEBACK") == "1":
             raise
         hint = " (NANO2D_TRACEBACK=1 shows where)" if isinstance(error, RuntimeError) else ""

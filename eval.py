@@ -1,8 +1,11 @@
-"""Evaluation: exact match of copies against their length.
+"""Evaluation: exact match of copies against their length; the loss on text; text that a model writes.
 
     python eval.py --runs=out/toy_copy/2d-rope,out/toy_copy/rope --lengths=20,320,5120 --samples=100,20,4
     python eval.py --runs=out/run --lengths=1-25,26-50,51-100 --free_running=True
     torchrun --nproc_per_node=2 eval.py ...                            # strings shared out; the same numbers
+    python eval.py --runs=out/pretrain/rope,out/pretrain/2d-rope --val_data=data/fineweb-edu   # losses.json, .png
+    python eval.py --runs=out/pretrain --prompt="import os" --temperature=0.8 --top_p=0.95
+    cat story.txt | python eval.py --runs=out/pretrain --prompt=-      # from standard input
 
 Writes accuracy.json, a row for each run, task and length, and accuracy.png to out_dir, and prints a table.
 
@@ -12,6 +15,7 @@ not, the first that is not is where greedy decoding goes wrong too. So one paral
 free_running=True decodes for real.
 """
 
+import codecs
 import json
 import math
 import os
@@ -27,10 +31,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import checkpoint
 import configurator
 import data_copy
 from data_copy import IGNORE, SEPARATORS
-from model import Decoder, from_checkpoint, read_checkpoint
+from data_dclm import Corpus, Tokenizer, load_tokenizer
+from model import Decoder
 from train import pick_device, rank_and_world
 
 
@@ -51,9 +57,18 @@ class EvalConfig:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first of these that there is
     out_dir: str = "out/eval"  # accuracy.json and accuracy.png go here
     plot: bool = True  # draw accuracy.png
+    val_data: str = ""  # shards to measure text models' loss on, instead of copying
+    windows: int = 256  # sequences of val_data
+    prompt: str | None = None  # text for the first run's model to go on with, instead of the above; -: standard input
+    tokenizer: str | None = None  # where the prompt's tokenizer is now; None: where it was in training
+    max_new_tokens: int = 256  # tokens to write
+    temperature: float = 0.0  # 0: always the likeliest token
+    top_k: int | None = None  # choose among that many likeliest tokens; None: among all
+    top_p: float | None = None  # choose among the fewest likeliest tokens that hold this probability; None: among all
+    sample_seed: int = 0  # of the choices
 
     def __post_init__(self):
-        for name in ("chunk", "batch_tokens"):
+        for name in ("chunk", "batch_tokens", "windows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
 
@@ -186,10 +201,12 @@ def evaluate(
 
 
 def load_run(path: str, which: str, device: torch.device) -> tuple[Decoder, dict]:
-    """The model of a run directory or checkpoint file, in evaluation mode, and the config it was trained with."""
+    """The model of a run directory or checkpoint file, in evaluation mode, and the config it was trained with, with
+    `steps_done` and the identity of its `data` added."""
     file = Path(path) / f"{which}.pt" if Path(path).is_dir() else Path(path)
-    checkpoint = read_checkpoint(file, device)
-    return from_checkpoint(checkpoint, device).eval(), checkpoint["config"] | {"steps_done": checkpoint["step"]}
+    saved = checkpoint.read(file, device)
+    about = saved["config"] | {"steps_done": saved["step"], "data": saved.get("data", {})}
+    return checkpoint.load_model(saved, device).eval(), about
 
 
 def copy_ladder(config: EvalConfig) -> list[dict]:
@@ -207,7 +224,9 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
         )
     device = pick_device(config.device)
     loaded = [(run, *load_run(run, config.checkpoint, device)) for run in config.runs]
-    for _, model, _ in loaded:
+    for run, model, trained in loaded:
+        if "tokenizer" in trained["data"]:
+            raise ValueError(f"{run}: trained on text, not on strings to copy; --prompt=TEXT shows what it writes")
         check_length(model, 2 * max(high for _, high in lengths) + 5)
     leader = rank_and_world()[0] == 0
     bar = tqdm(
@@ -300,21 +319,124 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     plt.close(figure)
 
 
+def text_losses(config: EvalConfig) -> list[dict]:
+    """The report: for each run, the loss on the first windows of val_data's own fixed order, sharded over ranks."""
+    rank, world = rank_and_world()
+    device = pick_device(config.device)
+    rows = []
+    for run in config.runs:
+        model, trained = load_run(run, config.checkpoint, device)
+        tokenizer = tokenizer_of(run, trained, config.tokenizer)
+        corpus = Corpus(config.val_data, tokenizer.identity)
+        check_length(model, corpus.length)
+        sizes = torch.tensor([len(piece) for piece in tokenizer.token_bytes], device=device)
+        windows = corpus.order(np.arange(min(config.windows, corpus.rows)), 0)
+        losses, n_bytes = torch.zeros(len(windows), dtype=torch.float64), 0
+        for i in tqdm(range(rank, len(windows), world), desc=run, unit="window", disable=rank != 0):
+            window = torch.from_numpy(corpus.read(windows[i : i + 1])).to(device)
+            with torch.inference_mode():
+                losses[i] = model(window[:, :-1], window[:, 1:]).item() / corpus.length
+            n_bytes += int(sizes[window[:, 1:]].sum())
+        total = torch.cat([losses, torch.tensor([n_bytes], dtype=torch.float64)])
+        if world > 1:
+            dist.all_reduce(total)
+        losses, n_bytes = total[:-1], total[-1].item()
+        rows.append(
+            {
+                "run": run,
+                "pos_encoding": trained["pos_encoding"],
+                "seed": trained["seed"],
+                "step": trained["steps_done"],
+                "windows": len(windows),
+                "tokens": len(windows) * corpus.length,
+                "loss": losses.mean().item(),  # nats a token
+                "loss_standard_error": (losses.std() / math.sqrt(len(windows))).item() if len(windows) > 1 else None,
+                "bits_per_byte": losses.sum().item() * corpus.length / math.log(2) / n_bytes,
+            }
+        )
+    return rows
+
+
+def loss_table(rows: Sequence[dict]) -> str:
+    lines = [f"{'':12}{'seed':>5}{'step':>9}{'loss, nats a token':>22}{'bits a byte':>13}{'tokens':>12}"]
+    for r in rows:
+        loss = f"{r['loss']:.4f}" + (f" ± {1.96 * r['loss_standard_error']:.4f}" if r["loss_standard_error"] else "")
+        head = f"{r['pos_encoding']:12}{r['seed']:>5}{r['step']:>9,}"
+        lines.append(f"{head}{loss:>22}{r['bits_per_byte']:>13.4f}{r['tokens']:>12,}")
+    return "\n".join(lines)
+
+
+def plot_losses(rows: Sequence[dict], path: Path) -> None:
+    """The validation losses of training, validation.jsonl, against the step: a line a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(5.6, 3.6))
+    for row in rows:
+        folder = Path(row["run"]) if Path(row["run"]).is_dir() else Path(row["run"]).parent
+        lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
+        steps, losses = [line["step"] for line in lines], [line["val_loss"] for line in lines]
+        label = f"{row['pos_encoding']}, seed {row['seed']}: {losses[-1]:.3f}"
+        panel.plot(steps, losses, marker="o", markersize=3, label=label)
+    panel.set(xlabel="optimizer step", ylabel="validation loss, nats a token")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def tokenizer_of(run: str, trained: dict, name: str | None) -> Tokenizer:
+    """The tokenizer that a run's model was trained with. ValueError if it had none, or `name` is another."""
+    if "tokenizer" not in trained["data"]:
+        raise ValueError(f"{run}: not trained on text, it has no tokenizer")
+    tokenizer = load_tokenizer(name or trained["tokenizer"])
+    if lines := configurator.diff(trained["data"]["tokenizer"], tokenizer.identity):
+        raise ValueError(f"tokenizer={tokenizer.name!r}: {run} has another: {'; '.join(lines)}")
+    return tokenizer
+
+
+def write_text(config: EvalConfig) -> None:
+    """Prints the prompt and what the first run's model writes after it, until its end-of-sequence token."""
+    if not config.runs:
+        raise ValueError("nothing to write with: give --runs=DIR")
+    model, trained = load_run(config.runs[0], config.checkpoint, pick_device(config.device))
+    tokenizer = tokenizer_of(config.runs[0], trained, config.tokenizer)
+    prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
+    tokens = tokenizer.encode(prompt).tolist() or [tokenizer.eos]  # after an end of sequence, a text begins
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may need several tokens
+    print(prompt, end="", flush=True)
+    new = model.generate(
+        [tokens], config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.sample_seed
+    )
+    for token in new:
+        if token.item() == tokenizer.eos:
+            break
+        print(decoder.decode(tokenizer.decode_bytes([token.item()])), end="", flush=True)
+    print(decoder.decode(b"", final=True))
+
+
 def main() -> None:
     config = configurator.configure(EvalConfig, doc=__doc__)
+    if config.prompt is not None:
+        write_text(config)
+        return
     if "RANK" in os.environ:  # torchrun
         dist.init_process_group("gloo")
     try:
-        rows = copy_ladder(config)
+        rows = text_losses(config) if config.val_data else copy_ladder(config)
         if rank_and_world()[0] == 0:
+            name = "losses" if config.val_data else "accuracy"
             out = Path(config.out_dir)
             out.mkdir(parents=True, exist_ok=True)
-            (out / "accuracy.json").write_text(json.dumps(rows, indent=1) + "\n")
-            print(table(rows))
-            print(f"rows: {out / 'accuracy.json'}")
+            (out / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+            print(loss_table(rows) if config.val_data else table(rows))
+            print(f"rows: {out / name}.json")
             if config.plot:
-                plot(rows, out / "accuracy.png")
-                print(f"plot: {out / 'accuracy.png'}")
+                (plot_losses if config.val_data else plot)(rows, out / f"{name}.png")
+                print(f"plot: {out / name}.png")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -9,19 +9,19 @@ Pre-norm blocks: RMSNorm, grouped-query attention (QK-norm is a switch), RMSNorm
 """
 
 import math
-import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rope2d
 
 IGNORE = -100  # the target of a position that has no loss
+LOGITS_AT_ONCE = {"cpu": 2**25, "mps": 2**25, "cuda": 2**28}  # numbers in a chunk of the loss
 
 
 @dataclass
@@ -223,7 +223,52 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class ChunkedLoss(torch.autograd.Function):
+    """The summed cross-entropy of x (N, C) through the output layer weight (V, C), targets (N,), IGNORE for none.
+
+    For a large vocabulary the (N, V) logits would be most of a step's memory, so they are made in chunks of tokens, in
+    the dtype of autocast. The gradients are computed along with the loss, nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        dw = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        loss = torch.zeros((), device=x.device)
+        w = weight.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            for start in range(0, len(x), chunk):
+                part = slice(start, start + chunk)
+                states, wanted = x[part].to(dtype), targets[part] != IGNORE
+                right = targets[part].where(wanted, 0)[:, None]
+                log_p = (states @ w.T).float().log_softmax(-1)  # (chunk, V)
+                loss -= (log_p.gather(1, right)[:, 0] * wanted).sum()
+                if dx is None and dw is None:
+                    continue
+                d_logits = log_p.exp_()
+                d_logits.scatter_add_(1, right, right.new_full(right.shape, -1, dtype=d_logits.dtype))
+                d_logits = d_logits.mul_(wanted[:, None]).to(dtype)
+                if dx is not None:
+                    dx[part] = d_logits @ w
+                if dw is not None and dw.dtype == dtype:
+                    dw.addmm_(d_logits.T, states)
+                elif dw is not None:  # sums stay in float32
+                    dw += d_logits.T @ states
+        ctx.save_for_backward(dx, dw)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        dx, dw = ctx.saved_tensors
+        return dx if dx is None else dx * grad, dw if dw is None else dw * grad, None, None
+
+
 class Decoder(nn.Module):
+    recompute = False  # in backward, blocks are computed again from their inputs: a fraction of the memory, more time
+
     def __init__(self, config: ModelConfig, newlines: Tensor):
         """newlines (vocab_size,): line breaks in each token (rope2d.newline_table); kept and saved with the model."""
         super().__init__()
@@ -297,7 +342,10 @@ class Decoder(nn.Module):
         place = Place(positions, turns, mask, pad, cache)
         x = self.embed(tokens)
         for i, block in enumerate(self.blocks):
-            x = block(x, place, keys_only and i == len(self.blocks) - 1)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, place, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, place, keys_only and i == len(self.blocks) - 1)
         if cache is not None:
             cache.length, cache.state, cache.pad = seen + T, state, all_pad
         return None if x is None else self.norm(x)
@@ -307,7 +355,11 @@ class Decoder(nn.Module):
 
         A sum, in nats: dividing it by the number of targets of a whole step is the caller's, who alone knows it.
         """
-        logits = self.head(self.hidden(tokens))
+        x = self.hidden(tokens)
+        chunk = max(1, LOGITS_AT_ONCE[x.device.type] // self.config.vocab_size)
+        if targets is not None and targets.numel() > chunk:
+            return ChunkedLoss.apply(x.flatten(0, 1), self.head.weight, targets.flatten(), chunk)
+        logits = self.head(x)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -372,31 +424,3 @@ def sample(
         logits[probability.cumsum(-1) - probability >= top_p] = -math.inf  # the first always stays
     choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
     return order.gather(1, choice)[:, 0]
-
-
-def read_checkpoint(path: str | Path, device: str | torch.device = "cpu") -> dict:
-    """The dict that train.py saved. FileNotFoundError, or RuntimeError for a file that is damaged or none of ours."""
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such checkpoint")
-    try:
-        with zipfile.ZipFile(path) as archive:  # torch.load looks neither at checksums nor for what it calls folders
-            flagged = [record.filename for record in archive.infolist() if record.external_attr]
-            if bad := archive.testzip() or flagged:
-                raise zipfile.BadZipFile(f"damaged record {bad}")
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # a damaged file fails in a dozen ways
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RuntimeError(f"{path}: damaged, or not a checkpoint ({reason})") from error
-    if not isinstance(checkpoint, dict) or not {"model", "config"} <= checkpoint.keys():
-        raise RuntimeError(f"{path}: not a checkpoint of train.py: no 'model' and 'config' in it")
-    return checkpoint
-
-
-def from_checkpoint(checkpoint: dict, device: str | torch.device = "cpu", **changes) -> Decoder:
-    """The model in a checkpoint; `changes` replace values of its config that leave the weights' shapes alone."""
-    names = {field.name for field in fields(ModelConfig)}
-    values = {name: value for name, value in checkpoint["config"].items() if name in names}
-    model = Decoder(ModelConfig(**values | changes), checkpoint["model"]["newlines"])
-    model.load_state_dict(checkpoint["model"])
-    return model.to(device)

@@ -1,8 +1,9 @@
-"""Training: copy strings (task = 'copy').
+"""Training: copy strings (task = 'copy'), or pretrain on text (task = 'pretrain').
 
     python train.py config/toy_copy.py                                 # one process: cuda, mps or cpu
     python train.py config/toy_copy.py --pos_encoding=rope --out_dir=out/rope
     torchrun --nproc_per_node=2 train.py config/toy_copy.py            # DDP; the same batches, the same losses
+    torchrun --nproc_per_node=8 train.py config/pretrain.py config/730m.py --out_dir=out/730m
 
 Config files, then --key=value, later ones winning; --help lists every knob. A run directory holds last.pt and best.pt,
 config.py (pass it back in to run the same again), log.jsonl (a line a step), validation.jsonl, and run.json (command
@@ -17,10 +18,11 @@ import platform
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,18 +31,20 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+import checkpoint
 import configurator
 import data_copy
 import rope2d
 from data_copy import CopyConfig
-from model import Decoder, ModelConfig, from_checkpoint, read_checkpoint
+from data_dclm import Corpus, TextConfig, load_tokenizer
+from model import Decoder, ModelConfig
 
 
 @dataclass
 class TrainConfig:
     """Training"""
 
-    task: Literal["copy"] = "copy"  # what the batches hold
+    task: Literal["copy", "pretrain"] = "copy"  # what the batches hold
     out_dir: str = "out/run"  # the run's directory
     init: Literal["auto", "scratch", "resume"] = "auto"  # auto: go on if out_dir holds this run, else start
     seed: int = 0  # of the weights and of the data's order
@@ -63,6 +67,8 @@ class TrainConfig:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first of these that there is
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the matrix products; auto: bfloat16 on cuda
     compile: bool = False  # torch.compile; needs a C++ compiler on a CPU
+    recompute: bool = False  # activation checkpointing: blocks are computed again in backward; less memory, more time
+    wandb: str | None = None  # project on Weights & Biases that losses go to; None: none (pip install wandb)
 
     def __post_init__(self):
         for name in ("batch_size", "grad_accum", "max_steps", "eval_interval", "eval_steps", "checkpoint_interval"):
@@ -80,9 +86,25 @@ MAY_CHANGE = {
     "checkpoint_interval",
     "device",
     "compile",
+    "recompute",
+    "wandb",
+    "tokenizer",  # its identity may not, nor the data's, but both may have moved
+    "train_data",
+    "val_data",
 }
 
+# Dense bfloat16 FLOP/s of GPUs, by what torch.cuda.get_device_name says; NVIDIA's data sheets.
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+
 Batch = tuple[list[tuple[Tensor, Tensor]], int]  # this rank's micro-batches (tokens, targets); targets on all ranks
+
+
+class Data(NamedTuple):
+    """What a task trains on."""
+
+    batch: Callable[[int, str], Batch]  # of (step, "train" or "validation"); a pure function of them and the config
+    newlines: Tensor  # (vocab_size,) line breaks in each token
+    identity: dict  # what must be the same when a run goes on, and on all ranks: goes into checkpoints
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -108,6 +130,63 @@ def copy_batch(config: TrainConfig, copy_config: CopyConfig, step: int, stream: 
         width = 2 * lengths[piece[-1]] + 5  # the last is the longest
         micro.append((torch.from_numpy(inputs[piece, :width]), torch.from_numpy(targets[piece, :width])))
     return micro, int((targets != data_copy.IGNORE).sum())
+
+
+def copy_data(config: TrainConfig, copy_config: CopyConfig, block_size: int) -> Data:
+    longest = 2 * copy_config.max_length + 5
+    if longest > block_size:
+        raise ValueError(
+            f"max_length={copy_config.max_length} makes sequences of {longest} tokens: block_size={block_size} is too "
+            "short"
+        )
+
+    def batch(step: int, stream: str) -> Batch:
+        return copy_batch(config, copy_config, step, stream, *rank_and_world())
+
+    return Data(batch, rope2d.newline_table(data_copy.TOKEN_BYTES), {"vocabulary": data_copy.VOCAB})
+
+
+def text_data(config: TrainConfig, text_config: TextConfig, block_size: int) -> Data:
+    """Training on one corpus in an order of config.seed; validation on fixed windows of another, whatever the seed."""
+    rank, world = rank_and_world()
+    tokenizer = load_tokenizer(text_config.tokenizer)
+    corpora = {}
+    for stream, name in (("train", "train_data"), ("validation", "val_data")):
+        if not getattr(text_config, name):
+            raise ValueError(f"task='pretrain' needs --{name}=DIR, a folder of shards: data_dclm.py makes them")
+        corpus = corpora[stream] = Corpus(getattr(text_config, name), tokenizer.identity)
+        if not corpus.complete:
+            raise ValueError(f"{corpus.folder}: its build was stopped; the same data_dclm.py command goes on with it")
+        if corpus.length > block_size:
+            raise ValueError(
+                f"{corpus.folder} has sequences of {corpus.length} tokens: block_size={block_size} is too short"
+            )
+    windows = config.eval_steps * config.batch_size
+    if windows > corpus.rows:
+        raise ValueError(
+            f"eval_steps={config.eval_steps} x batch_size={config.batch_size}: {corpus.folder} has only {corpus.rows} "
+            "sequences"
+        )
+
+    def batch(step: int, stream: str) -> Batch:
+        corpus = corpora[stream]
+        places = np.arange(step * config.batch_size, (step + 1) * config.batch_size)
+        order = corpus.order(places, config.seed if stream == "train" else 0)
+        pieces = np.array_split(order, config.grad_accum * world)[rank::world]
+        rows = [torch.from_numpy(corpus.read(piece)) for piece in pieces]
+        return [(r[:, :-1], r[:, 1:]) for r in rows], config.batch_size * corpus.length
+
+    identity = {"tokenizer": tokenizer.identity} | {f"{name} corpus": corpus.digest for name, corpus in corpora.items()}
+    return Data(batch, rope2d.newline_table(tokenizer.token_bytes), identity)
+
+
+def flops(model: Decoder, micro: list[tuple[Tensor, Tensor]]) -> float:
+    """Of forward and backward: 6 a weight of a matrix product and token, 12 T a layer and channel of attention and
+    token (PaLM's count, arXiv 2204.02311, appendix B), the embedding's look-up for free."""
+    tokens = sum(t.numel() for t, _ in micro)
+    pairs = sum(t.numel() * t.shape[1] for t, _ in micro)
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2) + model.head.weight.numel()
+    return 6 * matrices * tokens + 12 * len(model.blocks) * model.config.n_head * model.config.head_size * pairs
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -142,61 +221,6 @@ def make_optimizer(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 
-def save_atomically(payload: dict, path: Path) -> None:
-    """Writes a checkpoint so that a kill at any moment leaves either the old file or the new one, whole."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(payload, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-
-
-def find_run(config: TrainConfig, resolved: dict) -> dict | None:
-    """The checkpoint to go on from, or None to start. ValueError if out_dir holds another run."""
-    path = Path(config.out_dir) / "last.pt"
-    if not path.exists():
-        if config.init == "resume":
-            raise FileNotFoundError(f"init='resume', but {path} does not exist")
-        return None
-    if config.init == "scratch":
-        raise ValueError(f"init='scratch', but {path} exists: choose another out_dir, or move that run away")
-    checkpoint = read_checkpoint(path)
-    ours = {k: v for k, v in resolved.items() if k not in MAY_CHANGE}
-    theirs = {k: v for k, v in checkpoint["config"].items() if k not in MAY_CHANGE}
-    if ours != theirs:
-        lines = "\n  ".join(configurator.diff(theirs, ours))
-        raise ValueError(
-            f"{config.out_dir} holds another run: choose another out_dir, or move that one away\n  {lines}"
-        )
-    return checkpoint
-
-
-def open_log(path: Path, step: int) -> TextIO:
-    """A log for appending, cut back to the steps before `step`: the others will be computed again."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)  # a kill leaves the old log or the new one
-    return open(path, "a")
-
-
-def last_validated(out: Path) -> int:
-    """The step of the last validation that a run's directory knows of, -1 for none."""
-    path = out / "validation.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=-1)
-
-
 class StopSignal:
     """SIGTERM and SIGINT end the run after the step at hand, with a checkpoint."""
 
@@ -211,7 +235,21 @@ class StopSignal:
         self.number = number
 
 
-def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfig) -> None:
+def start_wandb(config: TrainConfig, resolved: dict):
+    """The run on Weights & Biases, the same one when a run goes on: its name is kept in out_dir."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError(f"wandb={config.wandb!r}: not installed, pip install wandb") from error
+    note = Path(config.out_dir) / "wandb_id"
+    note.parent.mkdir(parents=True, exist_ok=True)
+    if not note.exists():
+        note.write_text(os.urandom(6).hex())
+    run_id = note.read_text()
+    return wandb.init(project=config.wandb, id=run_id, name=config.out_dir, config=resolved, resume="allow")
+
+
+def train(model_config: ModelConfig, copy_config: CopyConfig, text_config: TextConfig, config: TrainConfig) -> None:
     """Trains to max_steps and leaves out_dir complete. RuntimeError for a loss that is not finite; SystemExit(128 + n)
     after signal n, with a checkpoint."""
     rank, world = rank_and_world()
@@ -223,25 +261,32 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
         raise ValueError(
             f"batch_size={config.batch_size}: less than grad_accum={config.grad_accum} x {world} processes"
         )
-    longest = 2 * copy_config.max_length + 5
-    if longest > model_config.block_size:
-        raise ValueError(
-            f"max_length={copy_config.max_length} makes sequences of {longest} tokens: block_size="
-            f"{model_config.block_size} is too short"
-        )
-
-    table = rope2d.newline_table(data_copy.TOKEN_BYTES)
-    model_config.vocab_size = model_config.vocab_size or len(table)
-    resolved = asdict(model_config) | asdict(copy_config) | asdict(config)
-    checkpoint = find_run(config, resolved)
+    if config.task == "copy":
+        data = copy_data(config, copy_config, model_config.block_size)
+    else:
+        data = text_data(config, text_config, model_config.block_size)
+    if world > 1:
+        identities = [None] * world
+        dist.all_gather_object(identities, data.identity)
+        for other in range(world):
+            if lines := configurator.diff(identities[other], data.identity):
+                raise RuntimeError(f"rank {other} sees other data than rank {rank}: {'; '.join(lines)}")
+    vocab_size = model_config.vocab_size = model_config.vocab_size or len(data.newlines)
+    if vocab_size != len(data.newlines):
+        raise ValueError(f"vocab_size={vocab_size}: the data has {len(data.newlines)} tokens; leave it None")
+    out = Path(config.out_dir)
+    resolved = asdict(model_config) | asdict(copy_config) | asdict(text_config) | asdict(config)
+    fixed = {name: value for name, value in resolved.items() if name not in MAY_CHANGE}
+    before = checkpoint.find_run(out, config.init, fixed, data.identity)
     torch.manual_seed(config.seed)
-    model = (from_checkpoint(checkpoint, device) if checkpoint else Decoder(model_config, table)).to(device)
+    model = (checkpoint.load_model(before, device) if before else Decoder(model_config, data.newlines)).to(device)
+    model.recompute = config.recompute
     optimizer = make_optimizer(model, config)
-    step, best = 0, math.inf
-    if checkpoint:
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        step, best = checkpoint["step"], checkpoint["best"]
-    if step >= config.max_steps and last_validated(Path(config.out_dir)) >= config.max_steps:
+    step, best, resumed = 0, math.inf, before is not None
+    if before:
+        optimizer.load_state_dict(before["optimizer"])
+        step, best, before = before["step"], before["best"], None
+    if step >= config.max_steps and checkpoint.last_validated(out) >= config.max_steps:
         if rank == 0:
             print(f"{config.out_dir}: all {step} steps are done already")
         return
@@ -251,12 +296,16 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
         wrapped = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
+            broadcast_buffers=False,  # they are the same everywhere
+            gradient_as_bucket_view=True,
             find_unused_parameters=config.grid_steps > 0,  # the gates, once their grid has settled
         )
     if config.compile:
         wrapped = torch.compile(wrapped)
     bfloat16 = config.dtype == "bfloat16" or config.dtype == "auto" and device.type == "cuda"
     precision = torch.autocast(device.type, torch.bfloat16) if bfloat16 else nullcontext()
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak_flops = next((peak for name, peak in PEAK_FLOPS.items() if name in gpu), None)
 
     def save(name: str) -> None:
         if rank == 0:
@@ -266,9 +315,9 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
                 "config": resolved,
                 "step": step,
                 "best": best,
-                "vocabulary": data_copy.VOCAB,
+                "data": data.identity,
             }
-            save_atomically(payload, Path(config.out_dir) / name)
+            checkpoint.save(payload, out / name)
 
     def add_up(*values: float) -> list[float]:
         """Sums over the ranks."""
@@ -282,7 +331,7 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
         """Nats a target token, over batches that are the same at every evaluation and never in training."""
         loss, count = 0.0, 0
         for i in range(config.eval_steps):
-            micro, n_targets = copy_batch(config, copy_config, i, "validation", rank, world)
+            micro, n_targets = data.batch(i, "validation")
             for tokens, targets in micro:
                 with precision:
                     loss += model(tokens.to(device), targets.to(device)).item()
@@ -290,9 +339,9 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
         return add_up(loss)[0] / count
 
     if rank == 0:
-        out = Path(config.out_dir)
+        wandb = start_wandb(config, resolved) if config.wandb else None
         out.mkdir(parents=True, exist_ok=True)
-        configurator.save(out / "config.py", model_config, copy_config, config)
+        configurator.save(out / "config.py", model_config, copy_config, text_config, config)
         about = {
             "command": sys.argv,
             "python": platform.python_version(),
@@ -302,15 +351,16 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
             "processes": world,
             "threads": torch.get_num_threads(),
             "parameters": sum(p.numel() for p in model.parameters()),
+            "data": data.identity,
         }
         (out / "run.json").write_text(json.dumps(about, indent=1) + "\n")
-        log = open_log(out / "log.jsonl", step)
-        validation_log = open_log(out / "validation.jsonl", step)
+        log = checkpoint.open_log(out / "log.jsonl", step)
+        validation_log = checkpoint.open_log(out / "validation.jsonl", step)
         print(
             f"{config.out_dir}: {model_config.pos_encoding}, {about['parameters']:,} parameters, {device}, steps "
             f"{step} to {config.max_steps}"
         )
-    if not checkpoint:
+    if not resumed:
         save("last.pt")  # step 0: from here on out_dir belongs to this config
     stop = StopSignal()
     bar = tqdm(
@@ -331,6 +381,8 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
                 save("best.pt")
             if rank == 0:  # last: it says that best.pt is settled
                 print(json.dumps({"step": step, "val_loss": val_loss}), file=validation_log, flush=True)
+                if wandb:
+                    wandb.log({"val_loss": val_loss}, step=step)
         if finished:
             break
         began = time.perf_counter()
@@ -342,7 +394,7 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
             model.settle_grid()
             optimizer.state.clear()
             best = math.inf  # what was best so far is thrown away
-        micro, n_targets = copy_batch(config, copy_config, step, "train", rank, world)
+        micro, n_targets = data.batch(step, "train")
         step_loss = torch.zeros((), device=device)
         for i, (tokens, targets) in enumerate(micro):
             last = i == len(micro) - 1
@@ -374,7 +426,11 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
                 "ms": round(seconds * 1e3, 3),
                 "tokens_per_s": round(tokens_s),
             }
+            if peak_flops:
+                line["mfu"] = round(flops(model, micro) / seconds / peak_flops, 4)
             print(json.dumps(line), file=log, flush=True)
+            if wandb:
+                wandb.log(line, step=step - 1)
         bar.update()
         bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
 
@@ -390,11 +446,11 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, config: TrainConfi
 
 
 def main() -> None:
-    model_config, copy_config, config = configurator.configure(ModelConfig, CopyConfig, TrainConfig, doc=__doc__)
+    configs = configurator.configure(ModelConfig, CopyConfig, TextConfig, TrainConfig, doc=__doc__)
     if "RANK" in os.environ:  # torchrun
-        dist.init_process_group("nccl" if pick_device(config.device).type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if pick_device(configs[-1].device).type == "cuda" else "gloo")
     try:
-        train(model_config, copy_config, config)
+        train(*configs)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

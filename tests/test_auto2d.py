@@ -7,12 +7,14 @@ import signal
 import pytest
 import torch
 
+import checkpoint
 import configurator
 import data_copy
 import rope2d
 import train
 from data_copy import CopyConfig
-from model import Decoder, ModelConfig, from_checkpoint
+from data_dclm import TextConfig
+from model import Decoder, ModelConfig
 from rope2d import COL, ROW, AffineScan, AutoGrid, Rotary
 from train import TrainConfig
 
@@ -22,19 +24,16 @@ TINY += "eval_steps=1 learning_rate=0.01 pos_encoding=auto-2d-rope separator=* g
 
 
 @pytest.fixture(autouse=True)
-def one_thread_and_our_signals():
+def our_signals():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 def run(out, *changes: str) -> dict:
     argv = [f"--{knob}" for knob in (*TINY, f"out_dir={out}", *changes)]
-    train.train(*configurator.configure(ModelConfig, CopyConfig, TrainConfig, argv=argv))
+    train.train(*configurator.configure(ModelConfig, CopyConfig, TextConfig, TrainConfig, argv=argv))
     return torch.load(out / "last.pt")
 
 
@@ -114,7 +113,7 @@ def test_a_settled_grid_is_rounded_fixed_and_all_else_is_drawn_anew():
     assert kept == {"embed.weight", "blocks.0.attention.grid.proj.weight", "blocks.0.attention.grid.proj.bias"}
     A, B = grid.gates(torch.randn(2, 9, 16))
     assert set(A.unique().tolist()) <= {0.0, 1.0} and B.unique().tolist() == [1.0] and not A.requires_grad
-    again = from_checkpoint({"model": model.state_dict(), "config": vars(config)})
+    again = checkpoint.load_model({"model": model.state_dict(), "config": vars(config)})
     assert again.blocks[0].attention.grid.settled
 
 

@@ -670,7 +670,7 @@ def test_imports_alone_from_an_empty_folder(tmp_path):
     assert Path(ran.stdout.strip()).resolve() == (tmp_path / "configurator.py").resolve()
 
 
-@pytest.mark.parametrize("error", [ValueError, FileNotFoundError, RuntimeError])
+@pytest.mark.parametrize("error", [ValueError, FileNotFoundError, RuntimeError, PermissionError])
 def test_run_cli_turns_errors_into_a_message(capsys, monkeypatch, error):
     monkeypatch.delenv("NANO2D_TRACEBACK", raising=False)
 

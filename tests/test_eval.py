@@ -20,6 +20,7 @@ import eval as evaluation
 import rope2d
 import train
 from data_copy import NEWLINE, CopyConfig
+from data_dclm import TextConfig
 from eval import EvalConfig, Verdict, copy_ladder, free_running, parse_length, table, teacher_forced, wilson
 from model import Decoder, ModelConfig
 from train import TrainConfig
@@ -29,21 +30,13 @@ TINY |= dict(learning_rate=0.01, warmup_steps=10, max_steps=80, eval_interval=10
 ENCODINGS = ["2d-rope", "auto-2d-rope", "rope", "nope", "alibi", "h-rope"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
     """A half-trained run of each encoding: right on short strings, wrong on long ones."""
     out = {encoding: tmp_path_factory.mktemp("runs") / encoding for encoding in ENCODINGS}
     for encoding, path in out.items():
         argv = [f"--{k}={v}" for k, v in (TINY | {"pos_encoding": encoding, "out_dir": path, "seed": 3}).items()]
-        train.train(*configurator.configure(ModelConfig, CopyConfig, TrainConfig, argv=argv))
+        train.train(*configurator.configure(ModelConfig, CopyConfig, TextConfig, TrainConfig, argv=argv))
     return out
 
 

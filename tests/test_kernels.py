@@ -32,14 +32,6 @@ def interpreted(test):
     return test if kernels.INTERPRETED else None
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def normal(*shape, dtype=F32, seed=0, device="cpu"):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(device, dtype)
 

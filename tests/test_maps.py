@@ -24,14 +24,6 @@ ENCODINGS = ["2d-rope", "auto-2d-rope", "rope", "nope", "alibi", "h-rope"]
 EXAMPLE = [NEWLINE, INPUT, 0, 1, 1, NEWLINE, NEWLINE, OUTPUT, 0, 1, 1]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def untrained(encoding: str = "2d-rope", **changes) -> Decoder:
     torch.manual_seed(0)
     values = dict(n_layer=2, n_head=4, n_embd=32, head_dim=16, block_size=90, init_std=0.3, zero_init_outputs=False)

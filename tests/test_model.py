@@ -11,10 +11,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
+import checkpoint
 import model
 import rope2d
-from model import IGNORE, Decoder, ModelConfig, from_checkpoint, read_checkpoint, sample
+from model import IGNORE, Decoder, ModelConfig, sample
 
 NEWLINES = torch.tensor([1, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0])  # token 0, with which generate() pads, breaks a line
 VOCAB = len(NEWLINES)
@@ -22,14 +24,6 @@ FIXED = ["rope", "2d-rope", "nope", "alibi", "h-rope", "rnope", "2d-rope+nope"]
 PATTERNS = [*FIXED, "auto-2d-rope", "auto-2d-rope+alibi"]
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
 variants = pytest.mark.parametrize("n_kv_head, qk_norm", [(None, False), (1, False), (2, True), (None, True)])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small tensors on a busy machine: five times as fast
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(pattern: str = "2d-rope", seed: int = 0, **changes) -> Decoder:
@@ -310,21 +304,21 @@ def saved(tmp_path_factory):
 
 def test_checkpoint_round_trip_is_bit_identical(saved):
     path, contents, m = saved
-    checkpoint = read_checkpoint(path)
-    again = from_checkpoint(checkpoint)
-    assert checkpoint["step"] == 7 and again.config == m.config
+    saved_run = checkpoint.read(path)
+    again = checkpoint.load_model(saved_run)
+    assert saved_run["step"] == 7 and again.config == m.config
     assert again.state_dict().keys() == contents["model"].keys()
     assert all(torch.equal(p, contents["model"][name]) for name, p in again.state_dict().items())
     tokens = random_tokens(2, 20)
     assert torch.equal(again(tokens), m(tokens))
-    longer = from_checkpoint(checkpoint, block_size=128)
+    longer = checkpoint.load_model(saved_run, block_size=128)
     assert torch.equal(longer(tokens), m(tokens)) and longer(random_tokens(1, 100)).shape == (1, 100, VOCAB)
 
 
 def test_missing_checkpoint_is_file_not_found(tmp_path):
     for path in (tmp_path / "none.pt", tmp_path):
         with pytest.raises(FileNotFoundError, match=str(path)):
-            read_checkpoint(path)
+            checkpoint.read(path)
 
 
 def test_truncated_checkpoint_is_damaged(saved, tmp_path):
@@ -332,7 +326,7 @@ def test_truncated_checkpoint_is_damaged(saved, tmp_path):
     for size in (0, 1, 100, len(whole) // 2, len(whole) - 1000, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(RuntimeError, match=str(path)):
-            read_checkpoint(path)
+            checkpoint.read(path)
 
 
 def test_a_flipped_byte_is_noticed_or_harmless(saved, tmp_path):
@@ -341,7 +335,7 @@ def test_a_flipped_byte_is_noticed_or_harmless(saved, tmp_path):
     for at in torch.randint(0, len(whole), (300,), generator=torch.Generator().manual_seed(0)).tolist():
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
         try:
-            read = read_checkpoint(path)
+            read = checkpoint.read(path)
         except RuntimeError as error:
             outcome["noticed" if str(path) in str(error) else "noticed, without the path"] += 1
         except Exception as error:
@@ -369,7 +363,7 @@ def test_a_file_of_another_kind_is_refused_by_path(kind, tmp_path):
         else:
             torch.save(torch.ones(2) if kind == "tensor" else {"model": {}}, file)
     with pytest.raises(RuntimeError, match=str(path)):
-        read_checkpoint(path)
+        checkpoint.read(path)
 
 
 def test_the_file_needs_rope2d_alone_beside_it(tmp_path):
@@ -380,3 +374,78 @@ def test_the_file_needs_rope2d_alone_beside_it(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.stdout.strip() == "torch.Size([1, 2, 3])", run.stderr
+
+
+# The loss of a large vocabulary, and blocks computed again
+
+
+def loss_and_gradients(x, weight, targets, chunk=None):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    if chunk is None:
+        loss = F.cross_entropy((x @ weight.T).float(), targets, ignore_index=IGNORE, reduction="sum")
+    else:
+        loss = model.ChunkedLoss.apply(x, weight, targets, chunk)
+    (0.37 * loss).backward()
+    return loss.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 100])
+@pytest.mark.parametrize(
+    "ignored", [[], [0, 5, 6, 7, 8, 9, 10, 11, 12, 13, 39], range(40)], ids=["none", "some", "all"]
+)
+def test_the_chunked_loss_and_its_gradients_are_those_of_the_whole(chunk, ignored):
+    g = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(n, 12, generator=g, dtype=torch.float64) for n in (40, 31))
+    targets = torch.randint(31, (40,), generator=g)
+    targets[list(ignored)] = IGNORE
+    for ours, plain in zip(
+        loss_and_gradients(x.float(), weight.float(), targets, chunk),
+        loss_and_gradients(x, weight, targets),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours.double(), plain.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_chunked_loss_sums_weight_gradients_in_float32_under_autocast():
+    g = torch.Generator().manual_seed(3)
+    x, weight = torch.randn(4096, 16, generator=g), torch.randn(50, 16, generator=g)
+    targets = torch.randint(50, (4096,), generator=g)
+    exact = loss_and_gradients(x.double(), weight.double(), targets)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, dx, dw = loss_and_gradients(x, weight, targets, 64)
+    assert loss.dtype == dx.dtype == dw.dtype == torch.float32
+    assert (loss / exact[0] - 1).abs() < 1e-3
+    for ours, theirs in ((dx, exact[1]), (dw, exact[2])):
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()  # a sum of 64 chunks in bfloat16 is off by more
+
+
+def test_a_model_takes_the_chunked_loss_where_logits_are_many(monkeypatch):
+    m, tokens = build("2d-rope").requires_grad_(), random_tokens(3, 20)
+    targets = random_tokens(3, 20)
+    targets[0, :9] = IGNORE
+    losses = []
+    for at_once in (2**25, 5 * VOCAB):
+        monkeypatch.setitem(model.LOGITS_AT_ONCE, "cpu", at_once)
+        m.zero_grad()
+        loss = m(tokens, targets)
+        loss.backward()
+        losses.append((loss.detach(), [p.grad.clone() for p in m.parameters()], loss.grad_fn.name()))
+    assert "Chunked" in losses[1][2] and "Chunked" not in losses[0][2]
+    torch.testing.assert_close(losses[0][:2], losses[1][:2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("encoding", ["2d-rope", "auto-2d-rope", "alibi"])
+def test_recomputing_blocks_changes_nothing(encoding):
+    m, tokens, gradients, calls = build(encoding).requires_grad_(), random_tokens(2, 20), [], []
+    for block in m.blocks:
+        block.register_forward_pre_hook(lambda *_: calls.append(1))
+    for recompute in (False, True):
+        m.recompute = recompute
+        m.zero_grad()
+        m(tokens, tokens).backward()
+        gradients.append([p.grad.clone() for p in m.parameters()])
+    assert len(calls) == 3 * len(m.blocks)  # forward; forward and again
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    with torch.no_grad():
+        m(tokens)
+    assert len(calls) == 4 * len(m.blocks)

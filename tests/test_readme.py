@@ -1,6 +1,7 @@
 """README.md: every command parses, every file it names exists, every Python block runs."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from configurator import configure
 from data_copy import CopyConfig
+from data_dclm import TextConfig
 from eval import EvalConfig
 from maps import MapConfig
 from model import ModelConfig
@@ -21,7 +23,7 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
 COMMENTS = "\n".join(path.read_text() for path in [*ROOT.glob("config/*.py"), *ROOT.glob("*.py")])
 SHELL = "\n".join(text for language, text in BLOCKS if language == "sh")
-CLASSES = {"train.py": (ModelConfig, CopyConfig, TrainConfig), "eval.py": (EvalConfig,)}
+CLASSES = {"train.py": (ModelConfig, CopyConfig, TextConfig, TrainConfig), "eval.py": (EvalConfig,)}
 CLASSES |= {"maps.py": (MapConfig,), "sweep.py": (SweepConfig,)}
 
 
@@ -34,7 +36,7 @@ def commands(text: str) -> list[str]:
 @pytest.mark.parametrize("command", dict.fromkeys(commands(SHELL) + commands(COMMENTS)))
 def test_a_documented_command_parses(command, monkeypatch):
     monkeypatch.chdir(ROOT)
-    script, *argv = command.split()
+    script, *argv = shlex.split(command)
     configure(*CLASSES[script], argv=argv)
 
 

@@ -1,0 +1,5 @@
+# On top of config/pretrain.py, which has the launch line. 877M parameters with Llama-3's vocabulary; 729M with
+# 32,000 tokens, which the name fits. A step of 524,288 tokens is 3.2 x 10^15 FLOP, 14,000 of them 45 x 10^18.
+
+n_layer, n_embd, n_head, head_dim, mlp_dim = 24, 1536, 12, 128, 4096
+learning_rate = 5e-4  # peak, the paper's

@@ -1,0 +1,27 @@
+# Pretraining in miniature, on a CPU in ten minutes: 5.2M parameters, bytes as tokens, text that is on any machine with
+# Python (the standard library's sources; validation on others of its files and on installed packages' READMEs).
+#   make toy-data                                       # shards in data/toy
+#   python train.py config/toy_pretrain.py --pos_encoding=2d-rope --out_dir=out/toy_pretrain/2d-rope
+#   python eval.py --runs=out/toy_pretrain/2d-rope --prompt="import "
+# `make pretrain` does all that for rope, 2d-rope and h-rope. On a CPU without AMX, --dtype=float32 is the faster one.
+
+task = "pretrain"
+tokenizer = "bytes"
+train_data = "data/toy/train"
+val_data = "data/toy/val"
+
+pos_encoding = "2d-rope"
+n_layer, n_head, n_embd, mlp_dim = 6, 4, 256, 768
+block_size = 4096
+tie_weights = True
+
+dtype = "bfloat16"
+batch_size = 16  # sequences of 512 bytes
+max_steps = 500
+schedule = "wsd"
+learning_rate = 2e-3
+warmup_steps = 100
+weight_decay = 0.1
+eval_interval = 100
+eval_steps = 16
+checkpoint_interval = 100
