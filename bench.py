@@ -3,11 +3,16 @@
     python bench.py rotary --json=out/bench.json              # to rotate q and k, forward and backward
     python bench.py rotary --shape=8,2048,16,8,128 --dtype=bfloat16 --variants=ours,copy_
     python bench.py scan --rows=8 --tokens=2048               # Auto-2D's affine scan
+    python bench.py loss --repeats=3                          # output layer and loss: time, memory, gradients
+    python bench.py train_step --repeats=20                   # forward, backward, AdamW: RoPE, 2D-RoPE, Hugging Face
+    python bench.py generate --rows=1 --tokens=200 --layers=4 --width=128 --repeats=5  # greedy, over a KV cache
     python bench.py rotary --help                             # all knobs
 
 Prints a table, and adds its rows to a JSON file: {"machine": {...}, "rows": [{"name": "rotary", "variant": "ours",
-"pass": "forward", "median_s": ..., "min_s": ..., "max_s": ..., "peak_bytes": ..., "settings": {...}}, ...]}. A file
-holds figures of one machine only. On a CPU `ours` and `plain torch` are the same code: their difference is the noise.
+"pass": "forward", "median_s": ..., "min_s": ..., "max_s": ..., "x": ..., "peak_bytes": ..., "facts": {...},
+"settings": {...}}, ...]}. `x`: the time over the first variant's in the same round, its median. `facts`: tokens/s, the
+largest differences to ours. A file holds figures of one machine only. On a CPU `ours` and `plain torch` of `rotary` are
+the same code: their difference is the noise.
 
 A new benchmark is a function of the common knobs and its own that returns rows, entered in BENCHMARKS.
 """
@@ -15,22 +20,28 @@ A new benchmark is a function of the common knobs and its own that returns rows,
 import functools
 import importlib
 import json
+import multiprocessing
 import os
 import platform
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import configurator
+import qwen3
 import rope2d
+from model import IGNORE, LOGITS_AT_ONCE, ChunkedLoss, Decoder, ModelConfig
 from train import pick_device
 
 Passes = dict[str, Callable[[], Any]]  # what is timed of a variant, by name
@@ -63,6 +74,27 @@ class ScanConfig:
     rows: int = 8  # sequences side by side
     tokens: int = 2048  # in each
     dtype: Literal["auto", "float64", "float32"] = "auto"  # auto: rope2d.AutoGrid's, float64 where the device has it
+
+
+@dataclass
+class LossConfig:
+    """loss"""
+
+    tokens: int = 4096  # in the batch
+    width: int = 256  # of their states
+    vocab_size: int = 128_256  # Llama-3's
+
+
+@dataclass
+class DecoderConfig:
+    """train_step and generate"""
+
+    rows: int = 8  # sequences side by side
+    tokens: int = 256  # in each; generate: new ones, after a prompt of 16
+    layers: int = 6
+    heads: int = 4
+    width: int = 256  # the MLP's hidden width is three times that
+    vocab_size: int = 4096
 
 
 def passes(function: Callable, inputs: list[Tensor], grads: list[Tensor]) -> Passes:
@@ -116,8 +148,6 @@ def rotary(bench: BenchConfig, knobs: RotaryConfig, device: torch.device) -> lis
 
 
 def scan(bench: BenchConfig, knobs: ScanConfig, device: torch.device) -> list[dict]:
-    if min(knobs.rows, knobs.tokens) < 1:
-        raise ValueError(f"rows={knobs.rows}, tokens={knobs.tokens}: expected at least 1")
     dtype = ("float32" if device.type == "mps" else "float64") if knobs.dtype == "auto" else knobs.dtype
     like = {"device": device, "dtype": getattr(torch, dtype)}
     a, b, start = (torch.rand(knobs.rows, n, **like) for n in (knobs.tokens, knobs.tokens, 1))
@@ -137,6 +167,120 @@ def scan(bench: BenchConfig, knobs: ScanConfig, device: torch.device) -> list[di
     return race("scan", makers, bench, device, asdict(knobs) | {"dtype": dtype})
 
 
+def losses(knobs: LossConfig, device: torch.device) -> Makers:
+    """Each variant's pass returns its gradients, of states and weight."""
+    x = torch.randn(knobs.tokens, knobs.width, device=device, requires_grad=True)
+    weight = (0.02 * torch.randn(knobs.vocab_size, knobs.width, device=device)).requires_grad_()
+    targets = torch.randint(knobs.vocab_size, (knobs.tokens,), device=device)
+    chunk = max(1, LOGITS_AT_ONCE[device.type] // knobs.vocab_size)  # as Decoder.forward has it
+
+    def gradients(loss: Callable[[], Tensor]) -> Passes:
+        return {"forward+backward": lambda: torch.autograd.grad(loss(), (x, weight))}
+
+    return {
+        "ours": lambda: gradients(lambda: ChunkedLoss.apply(x, weight, targets, chunk)),
+        "plain torch": lambda: gradients(lambda: F.cross_entropy(x @ weight.T, targets, reduction="sum")),
+    }
+
+
+def loss(bench: BenchConfig, knobs: LossConfig, device: torch.device) -> list[dict]:
+    makers = losses(knobs, device)
+    rows = race("loss", makers, bench, device, asdict(knobs) | {"dtype": "float32"})
+    found = [makers[row["variant"]]()["forward+backward"]() for row in rows]
+    for row, mine in zip(rows, found, strict=True):
+        apart = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(mine, found[0], strict=True)]
+        row["facts"] = {"gradients": max(apart)}
+        if device.type == "cpu" and Path("/proc").exists():  # on CUDA race() has measured it
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                row["peak_bytes"] = process.submit(cpu_peak, losses, row["variant"], knobs).result()
+    return rows
+
+
+def cpu_peak(make: Callable[..., Makers], variant: str, knobs: Any) -> int:
+    """Bytes that a variant's first pass takes on top of its inputs. For a process of its own: an allocator keeps what
+    was freed. Not by getrusage, whose peak starts at what the parent process held."""
+    (run,), status = make(knobs, torch.device("cpu"))[variant]().values(), Path("/proc/self/status")
+    before, _, after = status.read_text(), run(), status.read_text()
+    first, last = (int(text.split("VmHWM:")[1].split()[0]) for text in (before, after))  # KiB
+    return 1024 * (last - first)
+
+
+def decoder(knobs: DecoderConfig, block_size: int, encoding: str, device: torch.device) -> Decoder:
+    """The same weights for every encoding. Every 32nd token breaks a line."""
+    config = dict(n_layer=knobs.layers, n_head=knobs.heads, n_embd=knobs.width, mlp_dim=3 * knobs.width, qk_norm=True)
+    config |= dict(vocab_size=knobs.vocab_size, block_size=block_size, tie_weights=True, zero_init_outputs=False)
+    torch.manual_seed(0)
+    return Decoder(ModelConfig(**config, pos_encoding=encoding), torch.arange(knobs.vocab_size) % 32 == 0).to(device)
+
+
+def hugging_face(model: Decoder) -> torch.nn.Module:
+    """The same model in transformers, as fast as it goes there: fused attention, no mask but the causal one."""
+    transformers = importlib.import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        qwen3.save(model, folder)
+        peer = transformers.Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
+    return peer.to(model.newlines.device)
+
+
+def train_step(bench: BenchConfig, knobs: DecoderConfig, device: torch.device) -> list[dict]:
+    B, T, curves, logits = knobs.rows, knobs.tokens, {}, {}
+
+    def batch(step: int) -> Tensor:
+        drawn = torch.rand(B, T, generator=torch.Generator().manual_seed(step))
+        return (knobs.vocab_size * drawn**3).long().to(device)  # (B, T), low ids often: there is something to learn
+
+    def trainer(name: str, model: torch.nn.Module, loss: Callable, predict: Callable) -> Passes:
+        curve = curves[name] = []
+        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3, fused=device.type != "mps")
+        logits[name] = torch.no_grad()(predict)(batch(0))
+
+        def step() -> None:
+            value = loss(batch(len(curve)))
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(value.detach())
+
+        return {"step": step}
+
+    def ours(encoding: str) -> Passes:
+        model, n = decoder(knobs, T, encoding, device), B * (T - 1)
+        return trainer(encoding, model, lambda x: model(x, F.pad(x[:, 1:], (0, 1), value=IGNORE)) / n, model)
+
+    def peer() -> Passes:
+        run = functools.partial(model := hugging_face(decoder(knobs, T, "rope", device)), use_cache=False)
+        return trainer("hugging face", model, lambda x: run(x, labels=x).loss, lambda x: run(x).logits)
+
+    makers = {"rope": lambda: ours("rope"), "2d-rope": lambda: ours("2d-rope"), "hugging face": peer}
+    rows = race("train_step", makers, bench, device, asdict(knobs) | {"dtype": "float32"})
+    for row in rows:
+        row["facts"] = {"tokens_per_s": B * T / row["median_s"]}
+        if row["variant"] == "hugging face" and "rope" in curves:
+            pairs = {"logits": logits, "losses": {name: torch.stack(curve) for name, curve in curves.items()}}
+            row["facts"] |= {what: float((x["hugging face"] - x["rope"]).abs().max()) for what, x in pairs.items()}
+    return rows
+
+
+def generate(bench: BenchConfig, knobs: DecoderConfig, device: torch.device) -> list[dict]:
+    model, n, made = decoder(knobs, 16 + knobs.tokens, "rope", device), knobs.tokens, {}
+    prompts = torch.randint(knobs.vocab_size, (knobs.rows, 16), device=device)
+
+    def ours() -> Passes:
+        return {"greedy": lambda: made.update(ours=torch.stack([*model.generate(prompts.tolist(), n)], dim=1).tolist())}
+
+    def peer() -> Passes:
+        how = {"attention_mask": torch.ones_like(prompts), "max_new_tokens": n, "do_sample": False, "pad_token_id": 0}
+        run = functools.partial(hugging_face(model).generate, prompts, **how)
+        return {"greedy": lambda: made.update({"hugging face": run()[:, 16:].tolist()})}
+
+    rows = race("generate", {"ours": ours, "hugging face": peer}, bench, device, asdict(knobs))
+    for row in rows:
+        same = made[row["variant"]] == made[rows[0]["variant"]]
+        row["facts"] = {"tokens_per_s": knobs.rows * n / row["median_s"], "same_tokens": same}
+    return rows
+
+
 def race(name: str, makers: Makers, bench: BenchConfig, device: torch.device, settings: dict) -> list[dict]:
     """Rows of the variants, timed in turn, in a new order each round. ValueError for an unknown one.
 
@@ -144,8 +288,6 @@ def race(name: str, makers: Makers, bench: BenchConfig, device: torch.device, se
     """
     if unknown := set(bench.variants) - makers.keys():
         raise ValueError(f"variants: no {', '.join(sorted(unknown))} on {device.type}; there are {', '.join(makers)}")
-    if bench.repeats < 1:
-        raise ValueError(f"repeats={bench.repeats}: expected at least 1")
     runners: dict[str, Passes] = {}
     for variant in bench.variants or makers:
         try:
@@ -168,7 +310,8 @@ def race(name: str, makers: Makers, bench: BenchConfig, device: torch.device, se
                 times[variant].append(seconds(runners[variant][what], device))
         for variant, t in times.items():
             row = {"name": name, "variant": variant, "pass": what, "median_s": statistics.median(t)}
-            row |= {"min_s": min(t), "max_s": max(t)}
+            x = statistics.median(a / b for a, b in zip(t, next(iter(times.values())), strict=True))
+            row |= {"min_s": min(t), "max_s": max(t), "x": x}
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
@@ -234,19 +377,19 @@ def add(path: Path, rows: list[dict]) -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """A line a row; `x` is the median over the first variant's."""
+    """A line a row."""
     lines = [f"{'pass':18}{'variant':16}{'median ms':>11}{'min':>10}{'max':>10}{'x':>7}{'peak MB':>9}"]
-    first: dict[str, float] = {}
     for row in rows:
         median, low, high = (1e3 * row[name] for name in ("median_s", "min_s", "max_s"))
-        ratio = median / first.setdefault(row["pass"], median)
         peak = f"{row['peak_bytes'] / 1e6:>9.1f}" if "peak_bytes" in row else ""
-        times = f"{median:>11.3f}{low:>10.3f}{high:>10.3f}"
-        lines.append(f"{row['pass']:18}{row['variant']:16}{times}{ratio:>7.2f}{peak}")
+        facts = "".join(f"  {name} {value:.4g}" for name, value in row.get("facts", {}).items())
+        times = f"{median:>11.3f}{low:>10.3f}{high:>10.3f}{row['x']:>7.2f}"
+        lines.append(f"{row['pass']:18}{row['variant']:16}{times}{peak}{facts}")
     return "\n".join(lines)
 
 
-BENCHMARKS = {"rotary": (rotary, RotaryConfig), "scan": (scan, ScanConfig)}
+BENCHMARKS = {"rotary": (rotary, RotaryConfig), "scan": (scan, ScanConfig), "loss": (loss, LossConfig)}
+BENCHMARKS |= {"train_step": (train_step, DecoderConfig), "generate": (generate, DecoderConfig)}
 
 
 def main() -> None:
@@ -255,6 +398,9 @@ def main() -> None:
         raise ValueError(f"benchmark {name!r}: expected {' or '.join(BENCHMARKS)} first, then its knobs or --help")
     run, knobs_class = BENCHMARKS[name]
     bench, knobs = configurator.configure(BenchConfig, knobs_class, argv=sys.argv[2:], doc=__doc__)
+    for key, value in (asdict(bench) | asdict(knobs)).items():
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{key}={value}: expected at least 1")
     if bench.json:
         read(Path(bench.json))  # refuses before anything is timed
     if bench.threads:

@@ -63,11 +63,20 @@ def read(path: str | Path, device: str | torch.device = "cpu") -> dict:
 
 
 def load_model(checkpoint: dict, device: str | torch.device = "cpu", **changes) -> Decoder:
-    """The model in a checkpoint; `changes` replace values of its config that leave the weights' shapes alone."""
+    """The model in a checkpoint; `changes` replace values of its config. What is rotated by, and how fast, may be
+    changed. ValueError for changes that other weights would be needed for."""
     names = {field.name for field in fields(ModelConfig)}
     values = {name: value for name, value in checkpoint["config"].items() if name in names}
-    model = Decoder(ModelConfig(**values | changes), checkpoint["model"]["newlines"])
-    model.load_state_dict(checkpoint["model"])
+    weights = checkpoint["model"]
+    model = Decoder(ModelConfig(**values | changes), weights["newlines"])
+    if changes:
+        own = model.state_dict()
+        weights = {name: p for name, p in weights.items() if "rotary." not in name}
+        weights |= {name: p for name, p in own.items() if "rotary." in name}  # frequencies are the new config's
+        shapes = [{name: tuple(p.shape) for name, p in side.items()} for side in (weights, own)]
+        if lines := configurator.diff(*shapes):
+            raise ValueError(f"{changes}: the checkpoint's weights do not fit: {'; '.join(lines[:3])}")
+    model.load_state_dict(weights)
     return model.to(device)
 
 

@@ -57,13 +57,14 @@ def configure(*classes: type, argv: Sequence[str] | None = None, doc: str | None
     return configs[0] if len(configs) == 1 else configs
 
 
-def resolve(classes: Sequence[type], argv: Sequence[str]) -> dict[str, Any]:
-    """The value of every knob, by name, after `argv` from left to right."""
+def resolve(classes: Sequence[type], argv: Sequence[str], given: set[str] | None = None) -> dict[str, Any]:
+    """The value of every knob, by name, after `argv` from left to right; the names that it assigns go to `given`."""
     knobs = _knobs(classes)
     values = {name: knob.default for name, knob in knobs.items()}
+    given = set() if given is None else given
     for item in argv:
         if not item.startswith("--"):
-            values = _run_file(_find(item), values, knobs)
+            values = _run_file(_find(item), values, knobs, given)
             continue
         name, equals, text = item[2:].partition("=")
         if name not in knobs:
@@ -73,6 +74,7 @@ def resolve(classes: Sequence[type], argv: Sequence[str]) -> dict[str, Any]:
             forms = ["True", "False"] if bool in (hint, *typing.get_args(hint)) else [_show(knobs[name].default)]
             raise ValueError(f"--{name} has no value: write {' or '.join(f'--{name}={form}' for form in forms)}")
         values[name] = _checked(name, text, hint, "the command line", _readings(text))
+        given.add(name)
     return values
 
 
@@ -144,9 +146,21 @@ def _find(item: str) -> Path:
     raise FileNotFoundError(f"no config file {item}: looked for {looked}; near names there: {near}")
 
 
-def _run_file(path: Path, values: Mapping[str, Any], knobs: Mapping[str, Knob]) -> dict[str, Any]:
-    """The values after the config file `path` has run on them."""
-    space = {**values, "__file__": str(path)}
+class _Space(dict):
+    """What a config file runs in; notes the names that it assigns."""
+
+    def __init__(self, names: Mapping[str, Any], assigned: set[str]):
+        super().__init__(names)
+        self.assigned = assigned
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.assigned.add(name)
+        super().__setitem__(name, value)
+
+
+def _run_file(path: Path, values: Mapping[str, Any], knobs: Mapping[str, Knob], given: set[str]) -> dict[str, Any]:
+    """The values after the config file `path` has run on them; the knobs that it assigns go to `given`."""
+    space = _Space({**values, "__file__": str(path)}, assigned := set())
     try:
         exec(compile(path.read_text("utf-8-sig"), str(path), "exec", dont_inherit=True), space)
     except Exception as error:
@@ -158,6 +172,7 @@ def _run_file(path: Path, values: Mapping[str, Any], knobs: Mapping[str, Knob]) 
         if name not in knobs and not own:
             hint = f"the nearest known one is {_nearest(name, knobs)}; a name of the file's own starts with _"
             raise ValueError(f"{path}: unknown name {name}, {hint}")
+    given |= assigned & knobs.keys()
     return {name: _checked(name, space.get(name, values[name]), knob.hint, str(path)) for name, knob in knobs.items()}
 
 

@@ -29,7 +29,7 @@ import signal
 import sysconfig
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -111,7 +111,7 @@ class Tokenizer:
 
     def __init__(self, encoding: tiktoken.Encoding, eos: str):
         self.encoding, self.name, self.vocab_size = encoding, encoding.name, encoding.n_vocab
-        self.eos = encoding._special_tokens[eos]
+        self.eos, self.im_end = encoding._special_tokens[eos], encoding._special_tokens.get("<|im_end|>")
         self.token_bytes = [b""] * self.vocab_size
         for token, rank in encoding._mergeable_ranks.items():
             self.token_bytes[rank] = token
@@ -126,6 +126,23 @@ class Tokenizer:
             return np.concatenate([self.encoding.encode_to_numpy(p, disallowed_special=()) for p in pieces])
         except UnicodeEncodeError:
             return self.encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+        """Token ids (N,) of a chat, and which of them the assistant says, the end of its turn included. Turns are
+        paragraphs, the assistant's end with eos; ChatML where the vocabulary has it (Qwen3)."""
+        ids, said = [np.empty(0, np.uint32)], []
+        for message in messages:
+            role, text = message["role"], message["content"]
+            own = role == "assistant"
+            if self.im_end is None:
+                before, turn = [], [*self.encode(text), self.eos] if own else self.encode(f"{text}\n\n")
+            else:
+                before = [self.encoding.encode_single_token("<|im_start|>"), *self.encode(f"{role}\n")]
+                turn = [*self.encode(text), self.im_end]
+            after = [] if self.im_end is None else self.encode("\n")
+            ids += [before, turn, after]
+            said += [False] * len(before) + [own] * len(turn) + [False] * len(after)
+        return np.concatenate(ids).astype(np.uint32), np.array(said, bool)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of tokens, special ones as they are spelled. KeyError for an id that is none."""
@@ -148,6 +165,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         with _naming(f"tokenizer={name!r} (tiktoken fetches it once; TIKTOKEN_CACHE_DIR may hold a copy)"):
             return Tokenizer(tiktoken.get_encoding(name), "<|endoftext|>")
     path = Path(name)
+    if path.is_dir():
+        return _from_tokenizer_json(path / "tokenizer.json")
     if name == "llama3":
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             files = importlib.metadata.files("llama-models") or ()
@@ -166,6 +185,28 @@ def load_tokenizer(name: str) -> Tokenizer:
     specials = {f"<|{special}|>": 128_000 + i for i, special in enumerate(LLAMA3_SPECIALS)}
     encoding = tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
     return Tokenizer(encoding, "<|end_of_text|>")
+
+
+def _from_tokenizer_json(path: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder, byte-level BPE as Qwen3 has it, but without Unicode normalisation."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; it is what a folder's tokenizer is read from")
+    with _naming(path):
+        facts = json.loads(path.read_bytes())
+        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2 writes as they are
+        letters = {chr(byte): byte for byte in plain}
+        letters |= {chr(256 + i): byte for i, byte in enumerate(b for b in range(256) if b not in plain)}
+        specials = {token["content"]: token["id"] for token in facts["added_tokens"]}
+        vocab = {t: i for t, i in facts["model"]["vocab"].items() if t not in specials}
+        ranks = {bytes(letters[letter] for letter in token): i for token, i in vocab.items()}
+        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in facts["model"]["merges"]]
+        merged = [vocab["".join(pair)] for pair in merges]
+        if merged != sorted(merged):
+            raise ValueError("merges are not in the order of their ids, which tiktoken merges by")
+        splits = facts["pre_tokenizer"].get("pretokenizers", [facts["pre_tokenizer"]])
+        pattern = next(split["pattern"]["Regex"] for split in splits if split["type"] == "Split")
+        encoding = tiktoken.Encoding(path.parent.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials)
+        return Tokenizer(encoding, "<|endoftext|>")
 
 
 @contextlib.contextmanager

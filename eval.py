@@ -3,6 +3,7 @@
     python eval.py --runs=out/toy_copy/2d-rope,out/toy_copy/rope --lengths=20,320,5120 --samples=100,20,4
     python eval.py --runs=out/run --lengths=1-25,26-50,51-100 --free_running=True
     torchrun --nproc_per_node=2 eval.py ...                            # strings shared out; the same numbers
+    python eval.py --runs=out/finetuned --tasks=imbalanced,lists --lengths=64,256     # copies in text, by template kind
     python eval.py --runs=out/pretrain/rope,out/pretrain/2d-rope --val_data=data/fineweb-edu   # losses.json, .png
     python eval.py --runs=out/pretrain --prompt="import os" --temperature=0.8 --top_p=0.95
     cat story.txt | python eval.py --runs=out/pretrain --prompt=-      # from standard input
@@ -34,7 +35,7 @@ from tqdm import tqdm
 import checkpoint
 import configurator
 import data_copy
-from data_copy import IGNORE, SEPARATORS
+from data_copy import IGNORE, SEPARATORS, TextCopyConfig
 from data_dclm import Corpus, Tokenizer, load_tokenizer
 from model import Decoder
 from train import pick_device, rank_and_world
@@ -47,7 +48,8 @@ class EvalConfig:
     runs: tuple[str, ...] = ()  # run directories or checkpoint files
     checkpoint: Literal["last", "best"] = "last"  # which of a run directory's
     tasks: tuple[str, ...] = ("imbalanced", "recursive-flip", "uniform")  # strings to copy
-    lengths: tuple[int | str, ...] = (20, 320)  # tokens in a string; or intervals, 26-50
+    kinds: tuple[str, ...] = data_copy.KINDS  # in text: where in the prompt the string stands
+    lengths: tuple[int | str, ...] = (20, 320)  # tokens in a string, symbols or points in text; or intervals, 26-50
     samples: tuple[int, ...] = (20,)  # strings for each task and length; one number for all lengths, or one for each
     eval_seed: int = 0  # of the strings
     stop_at_failure: bool = False  # leave out the lengths behind one that a task's strings were not all right at
@@ -88,8 +90,13 @@ def teacher_forced(model: Decoder, sources: Sequence[np.ndarray], separator: int
     padded = np.zeros((len(sources), lengths.max()), np.int64)
     for row, source in zip(padded, sources, strict=True):
         row[: len(source)] = source
+    return judge(model, *data_copy.pack(padded, lengths, separator), chunk)
+
+
+def judge(model: Decoder, inputs: np.ndarray, targets: np.ndarray, chunk: int) -> list[Verdict]:
+    """Verdicts on the targets (N, T), IGNORE where there is none, of right-padded inputs (N, T)."""
     device = model.newlines.device
-    inputs, targets = (torch.from_numpy(a).to(device) for a in data_copy.pack(padded, lengths, separator))
+    inputs, targets = torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
     wanted = targets != IGNORE
     check_length(model, inputs.shape[1])
     cache, leads = model.new_cache(), []
@@ -104,7 +111,7 @@ def teacher_forced(model: Decoder, sources: Sequence[np.ndarray], separator: int
                 lead = logits.gather(1, right) - logits.scatter(1, right, -math.inf).amax(1, keepdim=True)
                 leads.append((want.nonzero()[:, 0].cpu(), lead[:, 0].cpu()))
     row, lead = torch.cat([r for r, _ in leads]), torch.cat([x for _, x in leads])
-    return [verdict(~(lead[row == i] > 0), lead[row == i].min().item()) for i in range(len(sources))]
+    return [verdict(~(lead[row == i] > 0), lead[row == i].min().item()) for i in range(len(inputs))]
 
 
 def free_running(model: Decoder, sources: Sequence[np.ndarray], separator: int) -> list[Verdict]:
@@ -118,6 +125,32 @@ def free_running(model: Decoder, sources: Sequence[np.ndarray], separator: int) 
     check_length(model, 2 * longest + 3)
     written = torch.stack([t.cpu() for t in model.generate(prompts, longest)], dim=1)  # (B, longest)
     return [verdict(out[: len(answer)] != answer, math.nan) for out, answer in zip(written, answers, strict=True)]
+
+
+def judge_text(model: Decoder, tokenizer: Tokenizer, records: Sequence[dict], free: bool, chunk: int) -> list[Verdict]:
+    """Verdicts on answers to data_copy's text examples: targets are tokens, or with `free`, decoding for real,
+    symbols or points as data_copy.score counts them, and one more for the end."""
+    chats = [tokenizer.chat(record["messages"]) for record in records]
+    if not free:
+        inputs = np.zeros((len(chats), max(len(ids) for ids, _ in chats) - 1), np.int64)
+        targets = np.full_like(inputs, IGNORE)
+        for i, (ids, said) in enumerate(chats):
+            inputs[i, : len(ids) - 1] = ids[:-1]
+            targets[i, : len(ids) - 1] = np.where(said, ids, IGNORE)[1:]
+        return judge(model, inputs, targets, chunk)
+    prompts = [ids[: int(said.argmax())].tolist() for ids, said in chats]
+    longest = max(int(said.sum()) for _, said in chats)
+    check_length(model, max(map(len, prompts)) + longest)
+    written = torch.stack([token.cpu() for token in model.generate(prompts, longest)], dim=1)  # (N, longest)
+    verdicts = []
+    for record, (ids, said), row in zip(records, chats, written.tolist(), strict=True):
+        end = int(ids[said][-1])
+        ended = end in row
+        score = data_copy.score(record, tokenizer.decode(row[: row.index(end)] if ended else row))
+        first = score.first_error if not score.correct else None if ended else score.total
+        errors = score.total - score.right + (not ended or score.reason in ("form", "too long"))
+        verdicts.append(Verdict(score.total + 1, errors, first, math.nan))
+    return verdicts
 
 
 def verdict(wrong: torch.Tensor, margin: float) -> Verdict:
@@ -152,28 +185,39 @@ def parse_length(length: int | str) -> tuple[int, int]:
 
 def evaluate(
     model: Decoder,
+    trained: dict,
     task: str,
+    kind: str | None,
     bounds: tuple[int, int],
     samples: int,
-    separator: str,
     config: EvalConfig,
     bar: tqdm | None = None,
 ) -> dict:
-    """One row of the report: strings of a task, lengths within bounds. With torchrun, shared out and gathered."""
+    """One row of the report: strings of a task, lengths within bounds. With torchrun, shared out and gathered.
+    kind: None for token-level tasks, in text where in the prompt the string stands."""
     rank, world = rank_and_world()
     began = time.perf_counter()
-    sources = data_copy.evaluation_strings(task, *bounds, samples, config.eval_seed)
-    own = sorted(range(rank, samples, world), key=lambda i: len(sources[i]))
+    if kind is None:
+        examples = data_copy.evaluation_strings(task, *bounds, samples, config.eval_seed)
+        sizes, separator, exact = [len(source) for source in examples], SEPARATORS[trained["separator"]], True
+    else:
+        tokenizer = tokenizer_of("run", trained, config.tokenizer)
+        text_config = TextCopyConfig(task, tuple(trained["symbols"]), kind, *bounds)
+        examples = list(data_copy.text_examples(text_config, samples, config.eval_seed, "evaluation"))
+        sizes = [example["metadata"]["length"] for example in examples]
+        exact = tokenizer.name == "bytes" and task != "lists"  # or else other tokens may be as right
+    own = sorted(range(rank, samples, world), key=lambda i: sizes[i])
     together = max(1, config.batch_tokens // (2 * bounds[1] + 6))
     verdicts: dict[int, Verdict] = {}
     for start in range(0, len(own), together):
         ids = own[start : start + together]
-        group = [sources[i] for i in ids]
-        run = (
-            free_running(model, group, SEPARATORS[separator])
-            if config.free_running
-            else teacher_forced(model, group, SEPARATORS[separator], config.chunk)
-        )
+        group = [examples[i] for i in ids]
+        if kind is not None:
+            run = judge_text(model, tokenizer, group, config.free_running, config.chunk)
+        elif config.free_running:
+            run = free_running(model, group, separator)
+        else:
+            run = teacher_forced(model, group, separator, config.chunk)
         verdicts.update(zip(ids, run, strict=True))
         if bar:
             bar.update(len(ids))
@@ -184,8 +228,11 @@ def evaluate(
     results = [verdicts[i] for i in range(samples)]
     hits = sum(v.errors == 0 for v in results)
     low, high = wilson(hits, samples)
+    mode = "free-running" if config.free_running else "teacher-forced" if exact else "teacher-forced, a lower bound"
     return {
         "task": task,
+        "kind": kind,
+        "mode": mode,
         "length": bounds[1],
         "min_length": bounds[0],
         "samples": samples,
@@ -209,13 +256,15 @@ def load_run(path: str, which: str, device: torch.device) -> tuple[Decoder, dict
     return checkpoint.load_model(saved, device).eval(), about
 
 
+def longest_in_text(trained: dict) -> int:
+    """Symbols or points of the longest source in finetuning."""
+    return data_copy.text_lengths(configurator.build(TextCopyConfig, trained), "train")[1]
+
+
 def copy_ladder(config: EvalConfig) -> list[dict]:
     """The report: a row for each run, task and length."""
     if not config.runs or not config.tasks or not config.lengths:
         raise ValueError("nothing to evaluate: give --runs=DIR[,DIR], and at least one of tasks and lengths")
-    for task in config.tasks:
-        if task not in data_copy.TASKS:
-            raise ValueError(f"tasks: {task!r} is not one of {', '.join(data_copy.TASKS)}")
     lengths = [parse_length(length) for length in config.lengths]
     samples = config.samples * len(lengths) if len(config.samples) == 1 else config.samples
     if len(samples) != len(lengths) or min(samples) < 1:
@@ -224,35 +273,43 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
         )
     device = pick_device(config.device)
     loaded = [(run, *load_run(run, config.checkpoint, device)) for run in config.runs]
+    work = []
     for run, model, trained in loaded:
-        if "tokenizer" in trained["data"]:
-            raise ValueError(f"{run}: trained on text, not on strings to copy; --prompt=TEXT shows what it writes")
-        check_length(model, 2 * max(high for _, high in lengths) + 5)
+        in_text = "tokenizer" in trained["data"]
+        known = data_copy.TEXT_TASKS if in_text else data_copy.TASKS
+        for task in config.tasks:
+            if task not in known:
+                raise ValueError(f"tasks: {task!r} is not one of {', '.join(known)}")
+        if not in_text:
+            check_length(model, 2 * max(high for _, high in lengths) + 5)
+        elif trained["task"] != "finetune":
+            raise ValueError(f"{run}: not finetuned on copying; --val_data or --prompt show what it knows")
+        elif not config.kinds or {*config.kinds} - {*data_copy.KINDS}:
+            raise ValueError(f"kinds={config.kinds}: expected some of {', '.join(data_copy.KINDS)}")
+        kinds = config.kinds if in_text else (None,)
+        work += [(run, model, trained, task, kind) for task in config.tasks for kind in kinds]
     leader = rank_and_world()[0] == 0
     bar = tqdm(
-        total=len(loaded) * len(config.tasks) * sum(samples),
+        total=len(work) * sum(samples),
         unit="string",
         disable=not leader,
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 10,
     )
     rows = []
-    for run, model, trained in loaded:
-        for task in config.tasks:
-            for bounds, n in zip(lengths, samples, strict=True):
-                bar.set_description(f"{trained['pos_encoding']} {task} {bounds[1]}")
-                row = evaluate(model, task, bounds, n, trained["separator"], config, bar)
-                about = {
-                    "run": run,
-                    "pos_encoding": trained["pos_encoding"],
-                    "seed": trained["seed"],
-                    "trained_to": trained["max_length"],
-                    "step": trained["steps_done"],
-                    "mode": "free-running" if config.free_running else "teacher-forced",
-                }
-                rows.append(about | row)
-                if config.stop_at_failure and row["exact_match"] < 1:
-                    break
+    for run, model, trained, task, kind in work:
+        for bounds, n in zip(lengths, samples, strict=True):
+            bar.set_description(f"{trained['pos_encoding']} {task} {bounds[1]}")
+            about = {
+                "run": run,
+                "pos_encoding": trained["pos_encoding"],
+                "seed": trained["seed"],
+                "trained_to": trained["max_length"] if kind is None else longest_in_text(trained),
+                "step": trained["steps_done"],
+            }
+            rows.append(about | evaluate(model, trained, task, kind, bounds, n, config, bar))
+            if config.stop_at_failure and rows[-1]["exact_match"] < 1:
+                break
     bar.close()
     return rows
 
@@ -261,13 +318,15 @@ def table(rows: Sequence[dict]) -> str:
     """Exact match in percent and as strings right / strings tried: a line a run and task."""
     columns = list(dict.fromkeys((r["min_length"], r["length"]) for r in rows))
     names = [str(high) if low == high else f"{low}-{high}" for low, high in columns]
-    lines = [f"{'':12}{'seed':>5}  {'exact match at length':16}" + "".join(f"{name:>16}" for name in names)]
     by_line: dict[tuple, dict] = {}
     for row in rows:
-        cells = by_line.setdefault((row["run"], row["pos_encoding"], row["seed"], row["task"]), {})
+        task = f"{row['task']}, {row['kind']}" if row.get("kind") else row["task"]
+        cells = by_line.setdefault((row["run"], row["pos_encoding"], row["seed"], task), {})
         cells[row["min_length"], row["length"]] = row
+    width = max(21, *(len(task) + 2 for *_, task in by_line))
+    lines = [f"{'':12}{'seed':>5}  {'exact match at length':{width}}" + "".join(f"{name:>16}" for name in names)]
     for (_, encoding, seed, task), cells in by_line.items():
-        line = f"{encoding:12}{seed:>5}  {task:21}"
+        line = f"{encoding:12}{seed:>5}  {task:{width}}"
         for column in columns:
             if column not in cells:
                 line += " " * 16

@@ -1,9 +1,10 @@
-"""Training: copy strings (task = 'copy'), or pretrain on text (task = 'pretrain').
+"""Training: copy strings (task = 'copy'), pretrain on text ('pretrain'), or finetune on copying in text ('finetune').
 
     python train.py config/toy_copy.py                                 # one process: cuda, mps or cpu
     python train.py config/toy_copy.py --pos_encoding=rope --out_dir=out/rope
     torchrun --nproc_per_node=2 train.py config/toy_copy.py            # DDP; the same batches, the same losses
     torchrun --nproc_per_node=8 train.py config/pretrain.py config/730m.py --out_dir=out/730m
+    python train.py config/finetune_copy.py --init_from=out/730m --out_dir=out/730m-copy
 
 Config files, then --key=value, later ones winning; --help lists every knob. A run directory holds last.pt and best.pt,
 config.py (pass it back in to run the same again), log.jsonl (a line a step), validation.jsonl, and run.json (command
@@ -18,9 +19,10 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -35,8 +37,8 @@ import checkpoint
 import configurator
 import data_copy
 import rope2d
-from data_copy import CopyConfig
-from data_dclm import Corpus, TextConfig, load_tokenizer
+from data_copy import IGNORE, CopyConfig, TextCopyConfig
+from data_dclm import Corpus, TextConfig, load_tokenizer, permute
 from model import Decoder, ModelConfig
 
 
@@ -44,7 +46,10 @@ from model import Decoder, ModelConfig
 class TrainConfig:
     """Training"""
 
-    task: Literal["copy", "pretrain"] = "copy"  # what the batches hold
+    task: Literal["copy", "pretrain", "finetune"] = "copy"  # what the batches hold
+    init_from: str = ""  # finetune: a run directory or checkpoint file of ours, or a Hugging Face folder of a Qwen3
+    chats: str = ""  # finetune: JSONL of chats (data_copy.py); empty: copy tasks, made as they are needed
+    val_chats: str = ""  # the same for validation
     out_dir: str = "out/run"  # the run's directory
     init: Literal["auto", "scratch", "resume"] = "auto"  # auto: go on if out_dir holds this run, else start
     seed: int = 0  # of the weights and of the data's order
@@ -75,6 +80,8 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
 
+
+CONFIGS = ModelConfig, CopyConfig, TextConfig, TextCopyConfig, TrainConfig  # all knobs
 
 # Knobs that may change when a run goes on: they leave what is computed alone, up to rounding.
 MAY_CHANGE = {
@@ -180,6 +187,65 @@ def text_data(config: TrainConfig, text_config: TextConfig, block_size: int) -> 
     return Data(batch, rope2d.newline_table(tokenizer.token_bytes), identity)
 
 
+def chat_data(
+    config: TrainConfig, text_config: TextConfig, text_copy_config: TextCopyConfig, start: Decoder, identity: dict
+) -> Data:
+    """Chats, the loss on what the assistant says. They are sorted by length into micro-batches; right padding."""
+    rank, world = rank_and_world()
+    tokenizer = load_tokenizer(text_config.tokenizer)
+    if lines := configurator.diff(identity, tokenizer.identity):
+        raise ValueError(f"tokenizer={tokenizer.name!r}: {config.init_from} has another: {'; '.join(lines)}")
+    files = {"train": config.chats, "validation": config.val_chats}
+    records = {stream: data_copy.read_jsonl(file) for stream, file in files.items() if file}
+
+    def example(index: int, stream: str) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (T + 1,), and which of them (T + 1,) the assistant says."""
+        if stream in records:
+            epoch, place = divmod(index, len(records[stream]))
+            key = config.seed + epoch if stream == "train" else 0
+            record = records[stream][permute(np.array([place]), len(records[stream]), key)[0]]
+        else:
+            record = data_copy.text_example(text_copy_config, index, config.seed, stream)
+        tokens, said = tokenizer.chat(record["messages"])
+        if len(tokens) - 1 > start.config.block_size:
+            longest = start.config.block_size
+            raise ValueError(f"example {record.get('id')} has {len(tokens)} tokens: block_size={longest} is too short")
+        return tokens, said
+
+    def batch(step: int, stream: str) -> Batch:
+        first = step * config.batch_size
+        examples = [example(i, stream) for i in range(first, first + config.batch_size)]
+        examples.sort(key=lambda pair: len(pair[0]))
+        micro = []
+        for piece in np.array_split(np.arange(config.batch_size), config.grad_accum * world)[rank::world]:
+            tokens = np.zeros((len(piece), len(examples[piece[-1]][0])), np.int64)
+            targets = np.full_like(tokens, IGNORE)
+            for row, (ids, said) in enumerate(examples[i] for i in piece):
+                tokens[row, : len(ids)] = ids
+                targets[row, : len(ids)] = np.where(said, ids, IGNORE)
+            micro.append((torch.from_numpy(tokens[:, :-1]), torch.from_numpy(targets[:, 1:])))
+        return micro, int(sum(said[1:].sum() for _, said in examples))
+
+    digests = {f"{s} chats": sha256(Path(f).read_bytes()).hexdigest() for s, f in files.items() if f}
+    return Data(batch, start.newlines.cpu(), {"tokenizer": tokenizer.identity} | digests)
+
+
+def load_start(config: TrainConfig, changes: dict) -> tuple[Decoder, dict]:
+    """The model to finetune, with `changes` of its config that leave the shapes of its weights alone, and the identity
+    of its tokenizer."""
+    folder = Path(config.init_from)
+    if not config.init_from:
+        raise ValueError("task='finetune' needs --init_from=DIR, a run directory of ours or a folder of a Qwen3")
+    if (folder / "config.json").exists():
+        import qwen3
+
+        return qwen3.load(folder, **changes), load_tokenizer(config.init_from).identity
+    saved = checkpoint.read(folder / "last.pt" if folder.is_dir() else folder)
+    if "tokenizer" not in saved["data"]:
+        raise ValueError(f"{config.init_from}: not trained on text, it has no tokenizer")
+    return checkpoint.load_model(saved, **changes), saved["data"]["tokenizer"]
+
+
 def flops(model: Decoder, micro: list[tuple[Tensor, Tensor]]) -> float:
     """Of forward and backward: 6 a weight of a matrix product and token, 12 T a layer and channel of attention and
     token (PaLM's count, arXiv 2204.02311, appendix B), the embedding's look-up for free."""
@@ -249,9 +315,17 @@ def start_wandb(config: TrainConfig, resolved: dict):
     return wandb.init(project=config.wandb, id=run_id, name=config.out_dir, config=resolved, resume="allow")
 
 
-def train(model_config: ModelConfig, copy_config: CopyConfig, text_config: TextConfig, config: TrainConfig) -> None:
+def train(
+    model_config: ModelConfig,
+    copy_config: CopyConfig,
+    text_config: TextConfig,
+    text_copy_config: TextCopyConfig,
+    config: TrainConfig,
+    changes: Collection[str] = (),
+) -> None:
     """Trains to max_steps and leaves out_dir complete. RuntimeError for a loss that is not finite; SystemExit(128 + n)
-    after signal n, with a checkpoint."""
+    after signal n, with a checkpoint. Finetuning takes its model from config.init_from, and from model_config only the
+    fields named in `changes`."""
     rank, world = rank_and_world()
     device = pick_device(config.device)
     if device.type == "cuda":
@@ -261,7 +335,12 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, text_config: TextC
         raise ValueError(
             f"batch_size={config.batch_size}: less than grad_accum={config.grad_accum} x {world} processes"
         )
-    if config.task == "copy":
+    start = None
+    if config.task == "finetune":
+        start, identity = load_start(config, {name: getattr(model_config, name) for name in changes})
+        model_config = start.config
+        data = chat_data(config, text_config, text_copy_config, start, identity)
+    elif config.task == "copy":
         data = copy_data(config, copy_config, model_config.block_size)
     else:
         data = text_data(config, text_config, model_config.block_size)
@@ -275,11 +354,13 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, text_config: TextC
     if vocab_size != len(data.newlines):
         raise ValueError(f"vocab_size={vocab_size}: the data has {len(data.newlines)} tokens; leave it None")
     out = Path(config.out_dir)
-    resolved = asdict(model_config) | asdict(copy_config) | asdict(text_config) | asdict(config)
+    all_configs = model_config, copy_config, text_config, text_copy_config, config
+    resolved = {name: value for part in all_configs for name, value in asdict(part).items()}
     fixed = {name: value for name, value in resolved.items() if name not in MAY_CHANGE}
     before = checkpoint.find_run(out, config.init, fixed, data.identity)
     torch.manual_seed(config.seed)
-    model = (checkpoint.load_model(before, device) if before else Decoder(model_config, data.newlines)).to(device)
+    model = checkpoint.load_model(before) if before else start or Decoder(model_config, data.newlines)
+    model.to(device)
     model.recompute = config.recompute
     optimizer = make_optimizer(model, config)
     step, best, resumed = 0, math.inf, before is not None
@@ -341,7 +422,7 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, text_config: TextC
     if rank == 0:
         wandb = start_wandb(config, resolved) if config.wandb else None
         out.mkdir(parents=True, exist_ok=True)
-        configurator.save(out / "config.py", model_config, copy_config, text_config, config)
+        configurator.save(out / "config.py", *all_configs)
         about = {
             "command": sys.argv,
             "python": platform.python_version(),
@@ -446,11 +527,12 @@ def train(model_config: ModelConfig, copy_config: CopyConfig, text_config: TextC
 
 
 def main() -> None:
-    configs = configurator.configure(ModelConfig, CopyConfig, TextConfig, TrainConfig, doc=__doc__)
+    configs = configurator.configure(*CONFIGS, doc=__doc__)
+    configurator.resolve(CONFIGS, sys.argv[1:], given := set())
     if "RANK" in os.environ:  # torchrun
         dist.init_process_group("nccl" if pick_device(configs[-1].device).type == "cuda" else "gloo")
     try:
-        train(*configs)
+        train(*configs, changes=given & {field.name for field in fields(ModelConfig)})
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -12,8 +12,6 @@ import configurator
 import data_copy
 import rope2d
 import train
-from data_copy import CopyConfig
-from data_dclm import TextConfig
 from model import Decoder, ModelConfig
 from rope2d import COL, ROW, AffineScan, AutoGrid, Rotary
 from train import TrainConfig
@@ -33,7 +31,7 @@ def our_signals():
 
 def run(out, *changes: str) -> dict:
     argv = [f"--{knob}" for knob in (*TINY, f"out_dir={out}", *changes)]
-    train.train(*configurator.configure(ModelConfig, CopyConfig, TextConfig, TrainConfig, argv=argv))
+    train.train(*configurator.configure(*train.CONFIGS, argv=argv))
     return torch.load(out / "last.pt")
 
 

@@ -79,8 +79,8 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, text):
 @pytest.mark.parametrize(
     "argv, named",
     [
-        (["rotari"], "'rotari': expected rotary or scan"),
-        ([], "'': expected rotary or scan"),
+        (["rotari"], "'rotari': expected rotary or scan or "),
+        ([], "'': expected rotary or scan or "),
         (["rotary", "--shape=1,2,3"], "shape"),
         (["rotary", "--shape=1,3,2,1,7"], "even D"),
         (["rotary", "--shape=0,3,2,1,8"], "at least 1"),
@@ -88,6 +88,8 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, text):
         ([*ROTARY, "--variants=ours,theirs"], "theirs on cpu; there are ours, plain torch"),
         (["rotary", "--tokens=5"], "--tokens"),
         (["scan", "--tokens=0"], "tokens=0"),
+        (["loss", "--width=0"], "width=0: expected at least 1"),
+        (["train_step", "--rows=-1"], "rows=-1: expected at least 1"),
     ],
 )
 def test_wrong_values_are_refused_by_name(monkeypatch, argv, named):
@@ -98,11 +100,12 @@ def test_wrong_values_are_refused_by_name(monkeypatch, argv, named):
 def test_an_unknown_benchmark_fails_in_one_line_with_status_2():
     done = subprocess.run([sys.executable, "bench.py", "rotari"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "error: benchmark 'rotari': expected rotary or scan first, then its knobs or --help\n"
+    names = " or ".join(bench.BENCHMARKS)
+    assert done.stderr == f"error: benchmark 'rotari': expected {names} first, then its knobs or --help\n"
 
 
 def test_variants_take_turns_in_changing_order_and_the_median_is_of_their_own_times(monkeypatch):
-    order, clock = [], {"a": iter([5.0, 1.0, 2.0, 2.0, 2.0]), "b": iter([9.0, 8.0, 7.0, 8.0, 8.0])}
+    order, clock = [], {"a": iter([5.0, 1.0, 2.0, 2.0, 2.0]), "b": iter([9.0, 8.0, 7.0, 8.0, 5.0])}
 
     def seconds(what, device):
         order.append(what())
@@ -112,8 +115,10 @@ def test_variants_take_turns_in_changing_order_and_the_median_is_of_their_own_ti
     makers = {name: lambda name=name: {"forward": lambda: name} for name in "ab"}
     rows = bench.race("race", makers, bench.BenchConfig(repeats=5), torch.device("cpu"), {"size": 1})
     assert {"".join(order[i : i + 2]) for i in range(0, 10, 2)} == {"ab", "ba"}
-    assert [(r["variant"], r["median_s"], r["min_s"], r["max_s"]) for r in rows] == [("a", 2, 1, 5), ("b", 8, 7, 9)]
-    assert bench.table(rows).splitlines()[2].split() == ["forward", "b", "8000.000", "7000.000", "9000.000", "4.00"]
+    assert [(r["variant"], r["median_s"], r["min_s"], r["max_s"]) for r in rows] == [("a", 2, 1, 5), ("b", 8, 5, 9)]
+    rows[1]["facts"] = {"tokens_per_s": 12.5}  # x: the median of 9/5, 8/1, 7/2, 8/2 and 5/2, not 8/2
+    printed = ["forward", "b", "8000.000", "5000.000", "9000.000", "3.50", "tokens_per_s", "12.5"]
+    assert bench.table(rows).splitlines()[2].split() == printed
 
 
 def test_a_peer_that_does_not_run_is_left_out_with_the_reason_and_ours_is_not(capsys):
@@ -159,3 +164,57 @@ def test_peers_compute_what_we_compute(monkeypatch):
     for a, b, c in zip(ours, plain, peer, strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, c.transpose(1, 2), rtol=0, atol=1e-6)
+
+
+def test_loss_compares_gradients_and_measures_peaks_in_processes_of_their_own(monkeypatch, tmp_path):
+    file = tmp_path / "bench.json"
+    sizes = ["--tokens=256", "--width=8", "--vocab_size=60000"]  # a matrix of logits is 61 MB
+    run(monkeypatch, "loss", *sizes, "--repeats=1", "--device=cpu", f"--json={file}")
+    ours, plain = json.loads(file.read_text())["rows"]
+    assert (ours["variant"], plain["variant"]) == ("ours", "plain torch")
+    assert ours["facts"]["gradients"] == 0 < plain["facts"]["gradients"] < 1e-5
+    if sys.platform == "linux":
+        assert plain["peak_bytes"] > 2 * 61e6 and 0 < ours["peak_bytes"] < plain["peak_bytes"]
+
+
+def test_the_chunked_loss_that_is_timed_is_chunked_as_in_the_model(monkeypatch):
+    chunks = []
+    monkeypatch.setattr(bench.ChunkedLoss, "apply", lambda x, w, t, chunk: chunks.append(chunk) or (x.sum() + w.sum()))
+    cpu, knobs = torch.device("cpu"), bench.LossConfig(tokens=3, width=2, vocab_size=50)
+    bench.losses(knobs, cpu)["ours"]()["forward+backward"]()
+    assert chunks == [bench.LOGITS_AT_ONCE["cpu"] // 50]
+
+
+SMALL = ["--layers=2", "--heads=2", "--width=32", "--vocab_size=64", "--device=cpu"]
+
+
+def test_train_step_follows_transformers_step_by_step(monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    file = tmp_path / "bench.json"
+    run(monkeypatch, "train_step", *SMALL, "--rows=2", "--tokens=40", "--repeats=20", f"--json={file}")
+    rows = {row["variant"]: row for row in json.loads(file.read_text())["rows"]}
+    assert list(rows) == ["rope", "2d-rope", "hugging face"]
+    for row in rows.values():
+        assert row["pass"] == "step" and row["facts"]["tokens_per_s"] == pytest.approx(80 / row["median_s"])
+    assert rows["hugging face"]["facts"]["logits"] < 1e-4 and rows["hugging face"]["facts"]["losses"] < 1e-3
+    assert rows["2d-rope"]["facts"].keys() == {"tokens_per_s"}
+
+
+def test_the_steps_that_are_timed_train(monkeypatch):
+    losses, forward = [], bench.Decoder.forward
+    monkeypatch.setattr(bench.Decoder, "forward", lambda *a: [losses.append(forward(*a)), losses[-1]][1])
+    knobs = bench.DecoderConfig(rows=4, tokens=32, layers=1, heads=2, width=32, vocab_size=64)
+    only_ours = bench.BenchConfig(repeats=20, variants=("rope",))
+    (row,) = bench.train_step(only_ours, knobs, torch.device("cpu"))
+    curve = [float(loss.detach()) for loss in losses if loss.dim() == 0]
+    assert len(curve) == 21 and sum(curve[-5:]) < 0.95 * sum(curve[:5]) and row["facts"].keys() == {"tokens_per_s"}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_generate_gives_the_tokens_of_transformers(monkeypatch, tmp_path, rows):
+    pytest.importorskip("transformers")
+    file = tmp_path / "bench.json"
+    run(monkeypatch, "generate", *SMALL, f"--rows={rows}", "--tokens=12", "--repeats=1", f"--json={file}")
+    ours, theirs = json.loads(file.read_text())["rows"]
+    assert (ours["variant"], theirs["variant"]) == ("ours", "hugging face") and theirs["facts"]["same_tokens"]
+    assert theirs["facts"]["tokens_per_s"] == pytest.approx(12 * rows / theirs["median_s"])

@@ -19,11 +19,9 @@ import data_copy
 import eval as evaluation
 import rope2d
 import train
-from data_copy import NEWLINE, CopyConfig
-from data_dclm import TextConfig
+from data_copy import NEWLINE
 from eval import EvalConfig, Verdict, copy_ladder, free_running, parse_length, table, teacher_forced, wilson
 from model import Decoder, ModelConfig
-from train import TrainConfig
 
 TINY = dict(n_layer=2, n_embd=32, head_dim=16, freqs="uniform", block_size=90, max_length=6, batch_size=16)
 TINY |= dict(learning_rate=0.01, warmup_steps=10, max_steps=80, eval_interval=1000, device="cpu")
@@ -36,7 +34,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     out = {encoding: tmp_path_factory.mktemp("runs") / encoding for encoding in ENCODINGS}
     for encoding, path in out.items():
         argv = [f"--{k}={v}" for k, v in (TINY | {"pos_encoding": encoding, "out_dir": path, "seed": 3}).items()]
-        train.train(*configurator.configure(ModelConfig, CopyConfig, TextConfig, TrainConfig, argv=argv))
+        train.train(*configurator.configure(*train.CONFIGS, argv=argv))
     return out
 
 
@@ -180,7 +178,7 @@ def test_a_length_that_is_neither_is_refused(text):
 def test_a_row_counts_its_strings(monkeypatch):
     made = [Verdict(5, 0, None, 0.5), Verdict(5, 3, 1, -2.0), Verdict(5, 1, 4, -0.25), Verdict(5, 0, None, 0.125)]
     monkeypatch.setattr(evaluation, "teacher_forced", lambda model, group, *_: made[: len(group)])
-    row = evaluation.evaluate(None, "uniform", (4, 4), 4, "<n>", EvalConfig())
+    row = evaluation.evaluate(None, {"separator": "<n>"}, "uniform", None, (4, 4), 4, EvalConfig())
     wanted = dict(task="uniform", length=4, min_length=4, samples=4, exact_match=0.5, token_error=4 / 20, margin=-2.0)
     wanted |= dict(only_closing_wrong=0.25, first_errors=[None, 1, 4, None])
     assert {name: row[name] for name in wanted} == wanted

@@ -26,14 +26,12 @@ import configurator
 import data_dclm
 import eval as evaluation
 import train
-from data_copy import CopyConfig
-from data_dclm import BuildConfig, Corpus, TextConfig, load_tokenizer
+from data_dclm import BuildConfig, Corpus, load_tokenizer
 from eval import EvalConfig
 from model import Decoder, ModelConfig
-from train import TrainConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-CLASSES = ModelConfig, CopyConfig, TextConfig, TrainConfig
+CLASSES = train.CONFIGS
 TINY = dict(task="pretrain", tokenizer="bytes", n_embd=16, head_dim=8, n_layer=2, block_size=64, mlp_dim=32)
 TINY |= dict(batch_size=8, max_steps=10, warmup_steps=3, schedule="wsd", learning_rate=0.01, device="cpu")
 TINY |= dict(eval_steps=2, eval_interval=5, checkpoint_interval=5)
@@ -102,7 +100,7 @@ def test_a_step_is_one_shuffled_batch_however_many_ranks_and_micro_batches_share
         seen = []
         for rank in range(world):
             monkeypatch.setattr(train, "rank_and_world", lambda rank=rank, world=world: (rank, world))
-            _, _, text_config, config = configs(data, data, grad_accum=grad_accum)
+            _, _, text_config, _, config = configs(data, data, grad_accum=grad_accum)
             micro, n_targets = train.text_data(config, text_config, 64).batch(3, "train")
             assert len(micro) == grad_accum and n_targets == 8 * 48
             seen += [torch.cat([tokens[:, :1], targets], dim=1) for tokens, targets in micro]
@@ -114,7 +112,7 @@ def test_a_step_is_one_shuffled_batch_however_many_ranks_and_micro_batches_share
 def test_validation_has_windows_of_the_other_corpus_whatever_the_seed(data):
     batches = []
     for seed in (0, 1):
-        _, _, text_config, config = configs(data, data, seed=seed)
+        _, _, text_config, _, config = configs(data, data, seed=seed)
         batch = train.text_data(config, text_config, 64).batch
         batches.append((batch(0, "train")[0][0][0], batch(0, "validation")[0][0][0]))
     assert not torch.equal(batches[0][0], batches[1][0]) and torch.equal(batches[0][1], batches[1][1])
@@ -125,7 +123,7 @@ def test_validation_has_windows_of_the_other_corpus_whatever_the_seed(data):
 
 def test_the_loss_is_the_mean_over_all_tokens_and_so_is_the_validation_loss(tmp_path, data):
     run(tmp_path, data, max_steps=1, eval_interval=1)
-    model_config, _, text_config, config = configs(tmp_path, data)
+    model_config, _, text_config, _, config = configs(tmp_path, data)
     batches = train.text_data(config, text_config, 64)
     model_config.vocab_size = 257
     torch.manual_seed(0)
@@ -377,7 +375,7 @@ def test_the_script_reads_a_prompt_from_standard_input_and_streams(trained):
     [
         ("give --runs=DIR", {"runs": (), "prompt": "a"}),
         ("prompt of 60 tokens and 256 new ones exceed block_size=64", {"prompt": "a" * 60}),
-        ("trained on text, not on strings to copy", {}),
+        ("not finetuned on copying; --val_data or --prompt show what it knows", {}),
         ("windows=0: expected at least 1", {"windows": 0}),
     ],
 )

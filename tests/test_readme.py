@@ -9,21 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
+import train
 from configurator import configure
-from data_copy import CopyConfig
-from data_dclm import TextConfig
 from eval import EvalConfig
 from maps import MapConfig
-from model import ModelConfig
 from sweep import SweepConfig
-from train import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
 COMMENTS = "\n".join(path.read_text() for path in [*ROOT.glob("config/*.py"), *ROOT.glob("*.py")])
 SHELL = "\n".join(text for language, text in BLOCKS if language == "sh")
-CLASSES = {"train.py": (ModelConfig, CopyConfig, TextConfig, TrainConfig), "eval.py": (EvalConfig,)}
+CLASSES = {"train.py": train.CONFIGS, "eval.py": (EvalConfig,)}
 CLASSES |= {"maps.py": (MapConfig,), "sweep.py": (SweepConfig,)}
 
 

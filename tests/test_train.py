@@ -25,11 +25,10 @@ import data_copy
 import rope2d
 import train
 from data_copy import CopyConfig
-from data_dclm import TextConfig
 from model import Decoder, ModelConfig
 from train import TrainConfig
 
-CLASSES = ModelConfig, CopyConfig, TextConfig, TrainConfig
+CLASSES = train.CONFIGS
 TINY = dict(n_embd=16, head_dim=8, block_size=64, max_length=8, batch_size=8, max_steps=10, warmup_steps=3)
 TINY |= dict(device="cpu", learning_rate=0.01, eval_steps=1, eval_interval=1000, checkpoint_interval=1000)
 KILLED, STOPPED = -signal.SIGKILL, 128 + signal.SIGTERM
@@ -50,7 +49,7 @@ def flags(out: Path, **knobs) -> list[str]:
     return [f"--{name}={value}" for name, value in (TINY | {"out_dir": out} | knobs).items()]
 
 
-def configs(out: Path, **knobs) -> tuple[ModelConfig, CopyConfig, TextConfig, TrainConfig]:
+def configs(out: Path, **knobs) -> tuple:
     return configurator.configure(*CLASSES, argv=flags(out, **knobs))
 
 
@@ -106,7 +105,7 @@ def test_a_step_is_the_mean_over_all_target_tokens_however_it_is_cut(tmp_path, g
     state = run(tmp_path, grad_accum=grad_accum, **knobs)["optimizer"]["state"]
     gradients = [state[i]["exp_avg"] / 0.1 for i in range(len(state))]  # 1 - beta1
 
-    model_config, task, _, config = configs(tmp_path, **knobs)
+    model_config, task, _, _, config = configs(tmp_path, **knobs)
     model_config.vocab_size = len(data_copy.VOCAB)
     torch.manual_seed(config.seed)
     model = Decoder(model_config, rope2d.newline_table(data_copy.TOKEN_BYTES))
