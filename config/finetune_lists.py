@@ -3,4 +3,4 @@
 # On top of config/finetune_copy.py. For GPUs; not yet run there.
 
 text_task = "lists"
-text_max_length = None  # 50 to 150 points
+text_max_length = 0  # 50 to 150 points
