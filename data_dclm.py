@@ -127,10 +127,10 @@ class Tokenizer:
         except UnicodeEncodeError:
             return self.encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Token ids (N,) of a chat, and which of them the assistant says, the end of its turn included. Turns are
         paragraphs, the assistant's end with eos; ChatML where the vocabulary has it (Qwen3)."""
-        ids, said = [np.empty(0, np.uint32)], []
+        ids, said = [np.empty(0, np.int64)], []
         for message in messages:
             role, text = message["role"], message["content"]
             own = role == "assistant"
@@ -142,7 +142,7 @@ class Tokenizer:
             after = [] if self.im_end is None else self.encode("\n")
             ids += [before, turn, after]
             said += [False] * len(before) + [own] * len(turn) + [False] * len(after)
-        return np.concatenate(ids).astype(np.uint32), np.array(said, bool)
+        return np.concatenate(ids).astype(np.int64), np.array(said, bool)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of tokens, special ones as they are spelled. KeyError for an id that is none."""

@@ -256,9 +256,11 @@ def load_run(path: str, which: str, device: torch.device) -> tuple[Decoder, dict
     return checkpoint.load_model(saved, device).eval(), about
 
 
-def longest_in_text(trained: dict) -> int:
-    """Symbols or points of the longest source in finetuning."""
-    return data_copy.text_lengths(configurator.build(TextCopyConfig, trained), "train")[1]
+def longest_trained(trained: dict) -> int:
+    """Tokens, symbols or points of the longest string in training."""
+    if trained["task"] != "finetune":
+        return trained["max_length"]
+    return trained["text_max_length"] or {"lists": 150}.get(trained["text_task"], 1000)
 
 
 def copy_ladder(config: EvalConfig) -> list[dict]:
@@ -304,7 +306,7 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
                 "run": run,
                 "pos_encoding": trained["pos_encoding"],
                 "seed": trained["seed"],
-                "trained_to": trained["max_length"] if kind is None else longest_in_text(trained),
+                "trained_to": longest_trained(trained),
                 "step": trained["steps_done"],
             }
             rows.append(about | evaluate(model, trained, task, kind, bounds, n, config, bar))
