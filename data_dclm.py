@@ -153,6 +153,17 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
 
+def pad_chats(chats: Sequence[tuple[NDArray, NDArray]], ignore: int = -100) -> tuple[NDArray, NDArray]:
+    """Tokens and targets (N, T) int64 of N chats as Tokenizer.chat gives them, right-padded; `ignore` is the target of
+    what the assistant does not say."""
+    tokens = np.zeros((len(chats), max(len(ids) for ids, _ in chats)), np.int64)
+    targets = np.full_like(tokens, ignore)
+    for i, (ids, said) in enumerate(chats):
+        tokens[i, : len(ids)] = ids
+        targets[i, : len(ids)] = np.where(said, ids, ignore)
+    return tokens[:, :-1], targets[:, 1:]
+
+
 @lru_cache
 def load_tokenizer(name: str) -> Tokenizer:
     """`llama3` (of the installed llama-models), `bytes`, a tiktoken encoding, or a path of Llama-3's tokenizer.model.

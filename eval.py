@@ -36,7 +36,7 @@ import checkpoint
 import configurator
 import data_copy
 from data_copy import IGNORE, SEPARATORS, TextCopyConfig
-from data_dclm import Corpus, Tokenizer, load_tokenizer
+from data_dclm import Corpus, Tokenizer, load_tokenizer, pad_chats
 from model import Decoder
 from train import pick_device, rank_and_world
 
@@ -132,12 +132,7 @@ def judge_text(model: Decoder, tokenizer: Tokenizer, records: Sequence[dict], fr
     symbols or points as data_copy.score counts them, and one more for the end."""
     chats = [tokenizer.chat(record["messages"]) for record in records]
     if not free:
-        inputs = np.zeros((len(chats), max(len(ids) for ids, _ in chats) - 1), np.int64)
-        targets = np.full_like(inputs, IGNORE)
-        for i, (ids, said) in enumerate(chats):
-            inputs[i, : len(ids) - 1] = ids[:-1]
-            targets[i, : len(ids) - 1] = np.where(said, ids, IGNORE)[1:]
-        return judge(model, inputs, targets, chunk)
+        return judge(model, *pad_chats(chats), chunk)
     prompts = [ids[: int(said.argmax())].tolist() for ids, said in chats]
     longest = max(int(said.sum()) for _, said in chats)
     check_length(model, max(map(len, prompts)) + longest)

@@ -29,6 +29,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -38,7 +39,7 @@ import configurator
 import data_copy
 import rope2d
 from data_copy import IGNORE, CopyConfig, TextCopyConfig
-from data_dclm import Corpus, TextConfig, load_tokenizer, permute
+from data_dclm import Corpus, TextConfig, load_tokenizer, pad_chats, permute
 from model import Decoder, ModelConfig
 
 
@@ -103,13 +104,12 @@ MAY_CHANGE = {
 # Dense bfloat16 FLOP/s of GPUs, by what torch.cuda.get_device_name says; NVIDIA's data sheets.
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
-Batch = tuple[list[tuple[Tensor, Tensor]], int]  # this rank's micro-batches (tokens, targets); targets on all ranks
-
 
 class Data(NamedTuple):
     """What a task trains on."""
 
-    batch: Callable[[int, str], Batch]  # of (step, "train" or "validation"); a pure function of them and the config
+    # Of (step, "train" or "validation"): tokens and targets (batch_size, T), IGNORE where there is none, short rows first.
+    batch: Callable[[int, str], tuple[NDArray[np.int64], NDArray[np.int64]]]
     newlines: Tensor  # (vocab_size,) line breaks in each token
     identity: dict  # what must be the same when a run goes on, and on all ranks: goes into checkpoints
 
@@ -128,15 +128,12 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def copy_batch(config: TrainConfig, copy_config: CopyConfig, step: int, stream: str, rank: int, world: int) -> Batch:
-    """A step's batch, cut by length into grad_accum micro-batches a rank, so that little padding is computed."""
-    inputs, targets, lengths = data_copy.batch(copy_config, config.batch_size, step, config.seed, stream)
-    pieces = np.array_split(np.arange(config.batch_size), config.grad_accum * world)[rank::world]
-    micro = []
-    for piece in pieces:
-        width = 2 * lengths[piece[-1]] + 5  # the last is the longest
-        micro.append((torch.from_numpy(inputs[piece, :width]), torch.from_numpy(targets[piece, :width])))
-    return micro, int((targets != data_copy.IGNORE).sum())
+def micro_batches(tokens: NDArray, targets: NDArray, n: int, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    """This rank's n pieces of a batch (B, T), without the columns that are padding in all of a piece's rows."""
+    ends = targets.shape[1] - (targets[:, ::-1] != IGNORE).argmax(1)  # behind the last target of each row
+    pieces = np.array_split(np.arange(len(targets)), n * world)[rank::world]
+    cut = [(tokens[piece, : ends[piece].max()], targets[piece, : ends[piece].max()]) for piece in pieces]
+    return [(torch.from_numpy(x), torch.from_numpy(y)) for x, y in cut]
 
 
 def copy_data(config: TrainConfig, copy_config: CopyConfig, block_size: int) -> Data:
@@ -147,15 +144,14 @@ def copy_data(config: TrainConfig, copy_config: CopyConfig, block_size: int) -> 
             "short"
         )
 
-    def batch(step: int, stream: str) -> Batch:
-        return copy_batch(config, copy_config, step, stream, *rank_and_world())
+    def batch(step: int, stream: str) -> tuple[NDArray, NDArray]:
+        return data_copy.batch(copy_config, config.batch_size, step, config.seed, stream)[:2]
 
     return Data(batch, rope2d.newline_table(data_copy.TOKEN_BYTES), {"vocabulary": data_copy.VOCAB})
 
 
 def text_data(config: TrainConfig, text_config: TextConfig, block_size: int) -> Data:
     """Training on one corpus in an order of config.seed; validation on fixed windows of another, whatever the seed."""
-    rank, world = rank_and_world()
     tokenizer = load_tokenizer(text_config.tokenizer)
     corpora = {}
     for stream, name in (("train", "train_data"), ("validation", "val_data")):
@@ -168,20 +164,17 @@ def text_data(config: TrainConfig, text_config: TextConfig, block_size: int) -> 
             raise ValueError(
                 f"{corpus.folder} has sequences of {corpus.length} tokens: block_size={block_size} is too short"
             )
-    windows = config.eval_steps * config.batch_size
-    if windows > corpus.rows:
+    if config.eval_steps * config.batch_size > corpus.rows:
         raise ValueError(
             f"eval_steps={config.eval_steps} x batch_size={config.batch_size}: {corpus.folder} has only {corpus.rows} "
             "sequences"
         )
 
-    def batch(step: int, stream: str) -> Batch:
-        corpus = corpora[stream]
+    def batch(step: int, stream: str) -> tuple[NDArray, NDArray]:
         places = np.arange(step * config.batch_size, (step + 1) * config.batch_size)
-        order = corpus.order(places, config.seed if stream == "train" else 0)
-        pieces = np.array_split(order, config.grad_accum * world)[rank::world]
-        rows = [torch.from_numpy(corpus.read(piece)) for piece in pieces]
-        return [(r[:, :-1], r[:, 1:]) for r in rows], config.batch_size * corpus.length
+        order = corpora[stream].order(places, config.seed if stream == "train" else 0)
+        rows = corpora[stream].read(order)
+        return rows[:, :-1], rows[:, 1:]
 
     identity = {"tokenizer": tokenizer.identity} | {f"{name} corpus": corpus.digest for name, corpus in corpora.items()}
     return Data(batch, rope2d.newline_table(tokenizer.token_bytes), identity)
@@ -190,41 +183,29 @@ def text_data(config: TrainConfig, text_config: TextConfig, block_size: int) -> 
 def chat_data(
     config: TrainConfig, text_config: TextConfig, text_copy_config: TextCopyConfig, start: Decoder, identity: dict
 ) -> Data:
-    """Chats, the loss on what the assistant says. They are sorted by length into micro-batches; right padding."""
-    rank, world = rank_and_world()
+    """Chats, from files or made as they are needed; the loss is on what the assistant says."""
     tokenizer = load_tokenizer(text_config.tokenizer)
     if lines := configurator.diff(identity, tokenizer.identity):
         raise ValueError(f"tokenizer={tokenizer.name!r}: {config.init_from} has another: {'; '.join(lines)}")
     files = {"train": config.chats, "validation": config.val_chats}
     records = {stream: data_copy.read_jsonl(file) for stream, file in files.items() if file}
 
-    def example(index: int, stream: str) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (T + 1,), and which of them (T + 1,) the assistant says."""
+    def chat(index: int, stream: str) -> tuple[NDArray, NDArray]:
         if stream in records:
             epoch, place = divmod(index, len(records[stream]))
             key = config.seed + epoch if stream == "train" else 0
-            record = records[stream][permute(np.array([place]), len(records[stream]), key)[0]]
+            record = records[stream][permute(place, len(records[stream]), key)[0]]
         else:
             record = data_copy.text_example(text_copy_config, index, config.seed, stream)
-        tokens, said = tokenizer.chat(record["messages"])
-        if len(tokens) - 1 > start.config.block_size:
+        ids, said = tokenizer.chat(record["messages"])
+        if len(ids) - 1 > start.config.block_size:
             longest = start.config.block_size
-            raise ValueError(f"example {record.get('id')} has {len(tokens)} tokens: block_size={longest} is too short")
-        return tokens, said
+            raise ValueError(f"example {record.get('id')} has {len(ids)} tokens: block_size={longest} is too short")
+        return ids, said
 
-    def batch(step: int, stream: str) -> Batch:
-        first = step * config.batch_size
-        examples = [example(i, stream) for i in range(first, first + config.batch_size)]
-        examples.sort(key=lambda pair: len(pair[0]))
-        micro = []
-        for piece in np.array_split(np.arange(config.batch_size), config.grad_accum * world)[rank::world]:
-            tokens = np.zeros((len(piece), len(examples[piece[-1]][0])), np.int64)
-            targets = np.full_like(tokens, IGNORE)
-            for row, (ids, said) in enumerate(examples[i] for i in piece):
-                tokens[row, : len(ids)] = ids
-                targets[row, : len(ids)] = np.where(said, ids, IGNORE)
-            micro.append((torch.from_numpy(tokens[:, :-1]), torch.from_numpy(targets[:, 1:])))
-        return micro, int(sum(said[1:].sum() for _, said in examples))
+    def batch(step: int, stream: str) -> tuple[NDArray, NDArray]:
+        chats = [chat(step * config.batch_size + i, stream) for i in range(config.batch_size)]
+        return pad_chats(sorted(chats, key=lambda pair: len(pair[0])))
 
     digests = {f"{s} chats": sha256(Path(f).read_bytes()).hexdigest() for s, f in files.items() if f}
     return Data(batch, start.newlines.cpu(), {"tokenizer": tokenizer.identity} | digests)
@@ -412,11 +393,11 @@ def train(
         """Nats a target token, over batches that are the same at every evaluation and never in training."""
         loss, count = 0.0, 0
         for i in range(config.eval_steps):
-            micro, n_targets = data.batch(i, "validation")
-            for tokens, targets in micro:
+            batch = data.batch(i, "validation")
+            count += int((batch[1] != IGNORE).sum())
+            for tokens, targets in micro_batches(*batch, config.grad_accum, rank, world):
                 with precision:
                     loss += model(tokens.to(device), targets.to(device)).item()
-            count += n_targets
         return add_up(loss)[0] / count
 
     if rank == 0:
@@ -475,7 +456,9 @@ def train(
             model.settle_grid()
             optimizer.state.clear()
             best = math.inf  # what was best so far is thrown away
-        micro, n_targets = data.batch(step, "train")
+        batch = data.batch(step, "train")
+        n_targets = int((batch[1] != IGNORE).sum())
+        micro = micro_batches(*batch, config.grad_accum, rank, world)
         step_loss = torch.zeros((), device=device)
         for i, (tokens, targets) in enumerate(micro):
             last = i == len(micro) - 1

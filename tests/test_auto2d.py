@@ -129,17 +129,17 @@ def test_while_the_grid_is_sought_embeddings_and_norms_stand_still_and_afterward
 
 @pytest.mark.parametrize("at", [3, 4, 5, 8])  # the grid settles before step 5
 def test_a_run_stopped_around_the_settling_goes_on_bit_for_bit(tmp_path, monkeypatch, at):
-    whole, batch = run(tmp_path / "whole"), train.copy_batch
+    whole, batch = run(tmp_path / "whole"), data_copy.batch
 
-    def interrupted(config, copy_config, step, stream, rank, world):
+    def interrupted(config, n, step, seed, stream):
         if (stream, step) == ("train", at):
             os.kill(os.getpid(), signal.SIGTERM)
-        return batch(config, copy_config, step, stream, rank, world)
+        return batch(config, n, step, seed, stream)
 
-    monkeypatch.setattr(train, "copy_batch", interrupted)
+    monkeypatch.setattr(data_copy, "batch", interrupted)
     with pytest.raises(SystemExit):
         run(tmp_path / "stopped")
-    monkeypatch.setattr(train, "copy_batch", batch)
+    monkeypatch.setattr(data_copy, "batch", batch)
     stopped = run(tmp_path / "stopped")
     for name, p in whole["model"].items():
         assert torch.equal(p, stopped["model"][name]), name

@@ -96,17 +96,16 @@ def refused(out: Path, data: Path, error: type, match: str, **knobs) -> None:
 def test_a_step_is_one_shuffled_batch_however_many_ranks_and_micro_batches_share_it(data, monkeypatch):
     corpus = Corpus(data / "train")
     order = corpus.order(np.arange(24, 32), 0)  # step 3
+    _, _, text_config, _, config = configs(data, data)
+    batch = train.text_data(config, text_config, 64).batch(3, "train")
     for world, grad_accum in ((1, 1), (1, 3), (2, 2), (8, 1)):
         seen = []
         for rank in range(world):
-            monkeypatch.setattr(train, "rank_and_world", lambda rank=rank, world=world: (rank, world))
-            _, _, text_config, _, config = configs(data, data, grad_accum=grad_accum)
-            micro, n_targets = train.text_data(config, text_config, 64).batch(3, "train")
-            assert len(micro) == grad_accum and n_targets == 8 * 48
+            micro = train.micro_batches(*batch, grad_accum, rank, world)
+            assert len(micro) == grad_accum
             seen += [torch.cat([tokens[:, :1], targets], dim=1) for tokens, targets in micro]
             assert all(torch.equal(tokens[:, 1:], targets[:, :-1]) for tokens, targets in micro)
-        seen = torch.cat(seen)
-        assert sorted(seen.tolist()) == sorted(corpus.read(order).tolist())
+        assert sorted(torch.cat(seen).tolist()) == sorted(corpus.read(order).tolist())
 
 
 def test_validation_has_windows_of_the_other_corpus_whatever_the_seed(data):
@@ -114,8 +113,8 @@ def test_validation_has_windows_of_the_other_corpus_whatever_the_seed(data):
     for seed in (0, 1):
         _, _, text_config, _, config = configs(data, data, seed=seed)
         batch = train.text_data(config, text_config, 64).batch
-        batches.append((batch(0, "train")[0][0][0], batch(0, "validation")[0][0][0]))
-    assert not torch.equal(batches[0][0], batches[1][0]) and torch.equal(batches[0][1], batches[1][1])
+        batches.append((batch(0, "train")[0], batch(0, "validation")[0]))
+    assert (batches[0][0] != batches[1][0]).any() and (batches[0][1] == batches[1][1]).all()
     corpus = Corpus(data / "val")
     val = {tuple(row[:-1]) for row in corpus.read(np.arange(corpus.rows)).tolist()}
     assert all(tuple(row) in val for row in batches[0][1].tolist())
@@ -128,10 +127,11 @@ def test_the_loss_is_the_mean_over_all_tokens_and_so_is_the_validation_loss(tmp_
     model_config.vocab_size = 257
     torch.manual_seed(0)
     fresh = Decoder(model_config, batches.newlines)
-    tokens, targets = batches.batch(0, "train")[0][0]
+    tokens, targets = map(torch.from_numpy, batches.batch(0, "train"))
     assert log(tmp_path)[0]["loss"] == pytest.approx(F.cross_entropy(fresh(tokens).mT, targets).item(), rel=1e-6)
     trained = checkpoint.load_model(checkpoint.read(tmp_path / "last.pt"))
-    losses = [F.cross_entropy(trained(x).mT, y).item() for i in range(2) for x, y in batches.batch(i, "validation")[0]]
+    windows = [map(torch.from_numpy, batches.batch(i, "validation")) for i in range(2)]
+    losses = [F.cross_entropy(trained(tokens).mT, targets).item() for tokens, targets in windows]
     val = json.loads((tmp_path / "validation.jsonl").read_text())
     assert val["val_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
 

@@ -69,14 +69,14 @@ def in_child(target, *args) -> int:
 
 def train_until(number: int, at: int, out: Path, knobs: dict) -> None:
     """Trains; signal `number` arrives while step `at` makes its batch."""
-    batch = train.copy_batch
+    batch = data_copy.batch
 
-    def interrupted(config, task, step, stream, rank, world):
+    def interrupted(config, n, step, seed, stream):
         if (stream, step) == ("train", at):
             os.kill(os.getpid(), number)
-        return batch(config, task, step, stream, rank, world)
+        return batch(config, n, step, seed, stream)
 
-    train.copy_batch = interrupted
+    data_copy.batch = interrupted
     torch.set_num_threads(1)
     train.train(*configs(out, **knobs))
 
