@@ -108,7 +108,7 @@ PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "
 class Data(NamedTuple):
     """What a task trains on."""
 
-    # Of (step, "train" or "validation"): tokens and targets (batch_size, T), IGNORE where there is none, short rows first.
+    # Of (step, "train" or "validation"): tokens and targets (batch_size, T), short rows first, IGNORE for no target.
     batch: Callable[[int, str], tuple[NDArray[np.int64], NDArray[np.int64]]]
     newlines: Tensor  # (vocab_size,) line breaks in each token
     identity: dict  # what must be the same when a run goes on, and on all ranks: goes into checkpoints
