@@ -6,6 +6,8 @@
     python bench.py loss --repeats=3                          # output layer and loss: time, memory, gradients
     python bench.py train_step --repeats=20                   # forward, backward, AdamW: RoPE, 2D-RoPE, Hugging Face
     python bench.py generate --rows=1 --tokens=200 --layers=4 --width=128 --repeats=5  # greedy, over a KV cache
+    python bench.py tokenize --repeats=3                      # documents to shards, beside tiktoken and datasets.map
+    python bench.py loader                                    # a batch from 2,000 shards
     python bench.py rotary --help                             # all knobs
 
 Prints a table, and adds its rows to a JSON file: {"machine": {...}, "rows": [{"name": "rotary", "variant": "ours",
@@ -25,6 +27,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,11 +37,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+import zstandard
 from torch import Tensor
 
 import configurator
+import data_dclm
 import qwen3
 import rope2d
 from model import IGNORE, LOGITS_AT_ONCE, ChunkedLoss, Decoder, ModelConfig
@@ -95,6 +101,24 @@ class DecoderConfig:
     heads: int = 4
     width: int = 256  # the MLP's hidden width is three times that
     vocab_size: int = 4096
+
+
+@dataclass
+class TokenizeConfig:
+    """tokenize"""
+
+    megabytes: int = 200  # of text, the standard library's over and over, each document with a line of its own
+    tokenizer: str = "llama3"  # llama3, bytes, a tiktoken encoding's name, or a path of Llama-3's tokenizer.model
+    processes: int | None = None  # None: one a core
+
+
+@dataclass
+class LoaderConfig:
+    """loader"""
+
+    shards: int = 2000
+    rows: int = 256  # sequences in a batch
+    tokens: int = 2048  # in each
 
 
 def passes(function: Callable, inputs: list[Tensor], grads: list[Tensor]) -> Passes:
@@ -281,6 +305,107 @@ def generate(bench: BenchConfig, knobs: DecoderConfig, device: torch.device) -> 
     return rows
 
 
+def tokenize(bench: BenchConfig, knobs: TokenizeConfig, device: torch.device) -> list[dict]:
+    processes = knobs.processes or os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as name:
+        folder, size, n_tokens = Path(name), 0, {}
+        data_dclm.write_local_text(folder)
+        lines = zstandard.decompress((folder / "train.jsonl.zst").read_bytes()).splitlines()
+        texts = [json.loads(line)["text"] for line in lines]
+        documents = []
+        while size < knobs.megabytes * 1e6:
+            documents.append(f"{len(documents)}\n{texts[len(documents) % len(texts)]}")
+            size += len(documents[-1].encode())
+        source = folder / "documents.jsonl"
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        encoding = data_dclm.load_tokenizer(knobs.tokenizer).encoding
+
+        def ours() -> None:  # as a user runs it, the start of Python and its workers included
+            with tempfile.TemporaryDirectory(dir=folder) as out:
+                how = ["--packing=continue", f"--tokenizer={knobs.tokenizer}", f"--processes={processes}"]
+                command = [sys.executable, data_dclm.__file__, f"--sources={source}", f"--out_dir={out}", *how]
+                subprocess.run(command, check=True, capture_output=True)
+                n_tokens["ours"] = data_dclm.Corpus(out).last["tokens"] - len(documents)  # without ends of sequence
+
+        def alone() -> None:
+            n_tokens["tiktoken, one thread"] = sum(len(encoding.encode_ordinary(text)) for text in documents)
+
+        def peer() -> Passes:
+            datasets = importlib.import_module("datasets")
+            datasets.disable_progress_bars()
+
+            def run() -> None:
+                with tempfile.TemporaryDirectory(dir=folder) as cache:
+                    data = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=cache)
+                    how = dict(batched=True, num_proc=processes, remove_columns="text")
+                    work = functools.partial(encode_batch, tokenizer=knobs.tokenizer)
+                    n_tokens["datasets.map"] = sum(data.map(work, **how)["n"])
+
+            return {"all": run}
+
+        makers = {"ours": lambda: {"all": ours}, "tiktoken, one thread": lambda: {"all": alone}, "datasets.map": peer}
+        rows = race("tokenize", makers, bench, device, asdict(knobs) | {"processes": processes})
+    for row in rows:
+        n = n_tokens[row["variant"]]
+        row["facts"] = {"tokens": n, "tokens_per_s": n / row["median_s"]}
+        if row["variant"] == "tiktoken, one thread":
+            row["facts"]["of_cores"] = row["x"] / processes  # ours, as a share of so many times this
+    return rows
+
+
+def encode_batch(batch: dict, tokenizer: str) -> dict:
+    ids = [data_dclm.load_tokenizer(tokenizer).encoding.encode_ordinary(text) for text in batch["text"]]
+    return {"ids": ids, "n": [len(i) for i in ids]}
+
+
+def loader(bench: BenchConfig, knobs: LoaderConfig, device: torch.device) -> list[dict]:
+    """A batch from a corpus of many shards, the first one of a process and later ones; beside it, rows cut out of one
+    memory-mapped file at random places, as nanoGPT does it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, chance = Path(name), random.Random(0)
+        with open(folder / "long.txt", "w") as file:
+            for _ in range(knobs.shards):
+                file.write("".join(chance.choices("ab c\n", k=4 * (knobs.tokens + 1))))
+        how = dict(
+            tokenizer="bytes", length=knobs.tokens, packing="continue", processes=1, out_dir=str(folder / "shards")
+        )
+        text, size = (folder / "long.txt").read_text(), 4 * (knobs.tokens + 1)
+        with open(folder / "documents.jsonl", "w") as file:
+            for start in range(0, len(text), size):
+                file.write(json.dumps({"text": text[start : start + size]}) + "\n")
+        block, data_dclm.BLOCK = data_dclm.BLOCK, 2  # a block, and so a shard, ends with each document
+        try:
+            corpus = data_dclm.build(data_dclm.BuildConfig((f"{folder}/documents.jsonl",), shard_tokens=1, **how))
+        finally:
+            data_dclm.BLOCK = block
+        flat, step = np.memmap(folder / "long.txt", np.uint16, "r"), iter(range(2**62))
+
+        def cut() -> None:
+            at = np.random.default_rng(next(step)).integers(len(flat) - knobs.tokens - 1, size=knobs.rows)
+            torch.stack([torch.from_numpy(flat[i : i + knobs.tokens + 1].astype(np.int64)) for i in at])
+
+        settings = asdict(knobs) | {"shards": len(corpus.starts) - 1}
+        makers = {"ours": lambda: {"later batch": lambda: first_batch(corpus, knobs.rows, next(step))}}
+        rows = race("loader", makers | {"one file": lambda: {"later batch": cut}}, bench, device, settings)
+        cold = []
+        for _ in range(min(bench.repeats, 5)):
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                cold.append(process.submit(cold_batch, corpus.folder, knobs.rows).result())
+    times = {"median_s": statistics.median(cold), "min_s": min(cold), "max_s": max(cold)}
+    return [rows[0] | times | {"pass": "first batch", "x": times["median_s"] / rows[0]["median_s"]}, *rows]
+
+
+def first_batch(corpus: data_dclm.Corpus, n: int, step: int) -> Tensor:
+    return torch.from_numpy(corpus.read(corpus.order(np.arange(step * n, (step + 1) * n), 0)))
+
+
+def cold_batch(folder: Path, n: int) -> float:
+    """Seconds to open a corpus and read a batch in a process that has done neither."""
+    began = time.perf_counter()
+    first_batch(data_dclm.Corpus(folder), n, 0)
+    return time.perf_counter() - began
+
+
 def race(name: str, makers: Makers, bench: BenchConfig, device: torch.device, settings: dict) -> list[dict]:
     """Rows of the variants, timed in turn, in a new order each round. ValueError for an unknown one.
 
@@ -390,6 +515,7 @@ def table(rows: list[dict]) -> str:
 
 BENCHMARKS = {"rotary": (rotary, RotaryConfig), "scan": (scan, ScanConfig), "loss": (loss, LossConfig)}
 BENCHMARKS |= {"train_step": (train_step, DecoderConfig), "generate": (generate, DecoderConfig)}
+BENCHMARKS |= {"tokenize": (tokenize, TokenizeConfig), "loader": (loader, LoaderConfig)}
 
 
 def main() -> None:

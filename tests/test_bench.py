@@ -218,3 +218,22 @@ def test_generate_gives_the_tokens_of_transformers(monkeypatch, tmp_path, rows):
     ours, theirs = json.loads(file.read_text())["rows"]
     assert (ours["variant"], theirs["variant"]) == ("ours", "hugging face") and theirs["facts"]["same_tokens"]
     assert theirs["facts"]["tokens_per_s"] == pytest.approx(12 * rows / theirs["median_s"])
+
+
+def test_tokenize_counts_the_same_tokens_everywhere():
+    bench_config = bench.BenchConfig(device="cpu", repeats=1)
+    rows = bench.tokenize(bench_config, bench.TokenizeConfig(1, "bytes", 2), torch.device("cpu"))
+    assert [row["variant"] for row in rows] == ["ours", "tiktoken, one thread", "datasets.map"]
+    assert {row["facts"]["tokens"] for row in rows} == {rows[0]["facts"]["tokens"]} and rows[0]["facts"]["tokens"] > 1e6
+    assert rows[1]["facts"]["of_cores"] == pytest.approx(rows[1]["x"] / 2)
+
+
+def test_loader_reads_from_as_many_shards_as_asked():
+    rows = bench.loader(bench.BenchConfig(device="cpu", repeats=1), bench.LoaderConfig(7, 16, 64), torch.device("cpu"))
+    assert [(row["variant"], row["pass"]) for row in rows] == [
+        ("ours", "first batch"),
+        ("ours", "later batch"),
+        ("one file", "later batch"),
+    ]
+    assert rows[0]["settings"]["shards"] == 7 + 1  # the last says that the build is complete
+    assert all(row["median_s"] > 0 for row in rows)
