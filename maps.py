@@ -171,16 +171,16 @@ def grid_positions(model: Decoder, tokens: Tensor, layer: int) -> tuple[Tensor, 
 def grid_gates(model: Decoder, tokens: Tensor, layer: int) -> Tensor:
     """Gate A of each token of one prompt (1, T): (T,) float32; 1 goes on in the row, 0 ends it (rope2d.AutoGrid).
     ValueError for a layer that does not learn its grid."""
-    calls, attention = learned_grid(model, tokens, layer), attention_of(model, layer)
-    return torch.cat([attention.grid.gates(x)[0][0] for x, _ in calls]).cpu()
+    return torch.cat([gates for gates, _ in learned_grid(model, tokens, layer)]).cpu()
 
 
 def learned_grid(model: Decoder, tokens: Tensor, layer: int) -> list[tuple[Tensor, Tensor]]:
-    """What a layer's AutoGrid got (1, chunk, C) and gave (3, 1, chunk), for each chunk of the prompt."""
+    """Gates A (chunk,) and positions (3, 1, chunk) of a layer's AutoGrid, for each chunk of the prompt."""
     attention, calls = attention_of(model, layer), []
     if attention.encoding != "auto-2d-rope":
         raise ValueError(f"layer {layer} is {attention.encoding}: it learns no grid; layers of auto-2d-rope do")
-    hook = attention.grid.register_forward_hook(lambda _, got, gave: calls.append((got[0], gave[0])))
+    grid = (model.auto or attention.auto).grid
+    hook = grid.register_forward_hook(lambda _, got, gave: calls.append((grid.gates(got[0])[0][0], gave[0])))
     try:
         model.prefill(tokens, model.new_cache())
     finally:

@@ -46,7 +46,7 @@ class ModelConfig:
     freqs_learned: bool = False  # multiply each frequency by a learned factor (LeRoPE)
     rotary_fraction: float = 1.0  # share of a head's pairs that rotate; the lowest frequencies stand still
     rope_theta: float | None = None  # base of geometric frequencies; None: 10,000 for rope, 1,000 for 2d-rope
-    auto_gate: Literal["saturating", "sigmoid"] = "saturating"  # auto-2d-rope's gates; sigmoid is the paper's
+    auto_gate: Literal["saturating", "sigmoid"] = "saturating"  # auto-2d-rope: one grid; the paper's, one a layer
     auto_bias: float = 0.7  # where the gates start, before the sigmoid
     grid_reset: int | None = None  # token id after which row and column restart; None: never
     init_std: float = 0.02  # standard deviation of the matrices' initial values
@@ -88,7 +88,7 @@ class Cache:
         self.pad: Tensor | None = None  # (B,) tokens of left padding
         self.keys: list[Tensor | None] = [None] * n_layer  # (B, Hkv, capacity, D) each
         self.values: list[Tensor | None] = [None] * n_layer
-        self.auto_states: list[Tensor | None] = [None] * n_layer  # (2, B) each, rope2d.AutoGrid's
+        self.auto_states: list[Tensor | None] = [None] * n_layer  # (2, B) each, rope2d.AutoGrid's; one grid: the first
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends k, v (B, Hkv, T, D) at self.length; returns all of them so far. `length` is moved on by the model."""
@@ -142,6 +142,23 @@ class Place(NamedTuple):
     cache: Cache | None
 
 
+class AutoTurn(nn.Module):
+    """auto-2d-rope's rotation, on a grid learned from the states that it gets: saturating gates make one grid for all
+    layers, of the embeddings, which stay when it settles; the paper's make one in each layer, of the layer's input."""
+
+    def __init__(self, config: ModelConfig, layer: int = 0):
+        super().__init__()
+        self.layer = layer
+        self.grid = rope2d.AutoGrid(config.n_embd, config.auto_gate, config.auto_bias)
+        self.rotary = make_rotary(config, "auto-2d-rope")
+
+    def forward(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+        """x (B, T, C), normed -> cos, sin (B, T, D/2)."""
+        states = place.cache.auto_states if place.cache else [None] * (self.layer + 1)
+        positions, states[self.layer] = self.grid(x, place.positions, states[self.layer], place.pad)
+        return self.rotary(positions)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, encoding: str):
         super().__init__()
@@ -154,17 +171,7 @@ class Attention(nn.Module):
         if config.logit_scale == "log_n":
             self.log_n_scale = nn.Parameter(torch.ones(self.H))
         self.log_n = config.logit_scale == "log_n"
-        if encoding == "auto-2d-rope":
-            self.grid = rope2d.AutoGrid(config.n_embd, config.auto_gate, config.auto_bias)
-            self.rotary = make_rotary(config, encoding)
-
-    def turn(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor] | None:
-        """cos, sin (B, T, D/2) of this layer, None if it does not rotate."""
-        if self.encoding != "auto-2d-rope":
-            return place.turns.get(self.encoding)
-        states = place.cache.auto_states if place.cache else [None] * (self.layer + 1)
-        positions, states[self.layer] = self.grid(x, place.positions, states[self.layer], place.pad)
-        return self.rotary(positions)
+        self.auto = AutoTurn(config, layer) if encoding == "auto-2d-rope" and config.auto_gate == "sigmoid" else None
 
     def forward(self, x: Tensor, place: Place, keys_only: bool = False) -> Tensor | None:
         """x (B, T, C). With keys_only nothing is attended to: the cache is filled and None returned."""
@@ -175,7 +182,7 @@ class Attention(nn.Module):
         if self.log_n:
             visible = (place.positions[rope2d.INDEX] + 1).clamp(min=1)  # (B, T)
             q = q * (visible.log()[..., None] * self.log_n_scale)[..., None].to(q.dtype)
-        turn = self.turn(x, place)
+        turn = self.auto(x, place) if self.auto else place.turns.get(self.encoding)  # None: no rotation
         if turn is not None:
             q, k = rope2d.rotate_qk(q, k, *turn)
         scale = 1 / math.sqrt(D)
@@ -281,6 +288,7 @@ class Decoder(nn.Module):
         self.rotary = nn.ModuleDict({encoding: make_rotary(config, encoding) for encoding in shared})
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList([Block(config, i, encoding) for i, encoding in enumerate(encodings)])
+        self.auto = AutoTurn(config) if "auto-2d-rope" in encodings and config.auto_gate == "saturating" else None
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
@@ -341,6 +349,8 @@ class Decoder(nn.Module):
         mask = attention_mask(T, seen + T, all_pad, tokens.device)
         place = Place(positions, turns, mask, pad, cache)
         x = self.embed(tokens)
+        if self.auto:
+            turns["auto-2d-rope"] = self.auto(F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps), place)
         for i, block in enumerate(self.blocks):
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, place, use_reentrant=False, preserve_rng_state=False)

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import checkpoint
 import configurator
@@ -98,21 +99,47 @@ def test_real_positions_turn_by_their_float64_angle_and_pass_its_gradient():
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("pattern", ["auto-2d-rope", "rope+auto-2d-rope"])
+def test_saturating_gates_make_one_grid_of_the_embeddings_whatever_the_layers_are(pattern):
+    config = ModelConfig(n_layer=4, n_embd=16, vocab_size=len(TABLE), pos_encoding=pattern, zero_init_outputs=False)
+    model, tokens, grids = Decoder(config, TABLE), torch.randint(0, 37, (2, 30)), []
+    assert [m for m in model.modules() if isinstance(m, AutoGrid)] == [model.auto.grid]
+    torch.nn.init.normal_(model.auto.grid.proj.weight)
+    model.auto.grid.register_forward_hook(lambda _, got, gave: grids.append(gave[0]))
+    before = model(tokens)
+    model.init_weights(embedding=False)
+    after = model(tokens)
+    assert len(grids) == 2 and torch.equal(*grids) and not torch.allclose(before, after)
+    state = F.rms_norm(model.embed(tokens), (16,), eps=config.norm_eps)
+    assert torch.equal(grids[0], model.auto.grid(state, torch.zeros_like(grids[0]) + torch.arange(30))[0])
+    assert grids[0][ROW].std() > 0.5
+
+
+def test_the_papers_gates_make_a_grid_in_each_layer_of_its_normed_input():
+    config = ModelConfig(n_layer=2, n_embd=16, vocab_size=len(TABLE), pos_encoding="auto-2d-rope", auto_gate="sigmoid")
+    model, seen, normed = Decoder(config, TABLE), [], []
+    assert model.auto is None
+    for block in model.blocks:
+        block.attention_norm.register_forward_hook(lambda _, got, gave: normed.append(gave))
+        block.attention.auto.grid.register_forward_pre_hook(lambda _, got: seen.append(got[0]))
+    model(torch.randint(0, 37, (2, 9)))
+    assert len(seen) == 2 and all(a is b for a, b in zip(seen, normed, strict=True))
+
+
 def test_a_settled_grid_is_rounded_fixed_and_all_else_is_drawn_anew():
-    config = ModelConfig(n_embd=16, vocab_size=len(TABLE), pos_encoding="auto-2d-rope")
+    config = ModelConfig(n_layer=2, n_embd=16, vocab_size=len(TABLE), pos_encoding="auto-2d-rope")
     model = Decoder(config, TABLE)
-    grid = model.blocks[0].attention.grid
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.01)
     before = {name: p.clone() for name, p in model.named_parameters()}
     model.settle_grid()
     kept = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
-    assert kept == {"embed.weight", "blocks.0.attention.grid.proj.weight", "blocks.0.attention.grid.proj.bias"}
-    A, B = grid.gates(torch.randn(2, 9, 16))
+    assert kept == {"embed.weight", "auto.grid.proj.weight", "auto.grid.proj.bias"}
+    A, B = model.auto.grid.gates(torch.randn(2, 9, 16))
     assert set(A.unique().tolist()) <= {0.0, 1.0} and B.unique().tolist() == [1.0] and not A.requires_grad
     again = checkpoint.load_model({"model": model.state_dict(), "config": vars(config)})
-    assert again.blocks[0].attention.grid.settled
+    assert again.auto.grid.settled
 
 
 def test_while_the_grid_is_sought_embeddings_and_norms_stand_still_and_afterwards_the_gates(tmp_path):
@@ -124,7 +151,7 @@ def test_while_the_grid_is_sought_embeddings_and_norms_stand_still_and_afterward
         moved = not torch.equal(p, start["model"][name])
         assert moved == (name.endswith(("qkv.weight", "out.weight", "gate_up.weight", "head.weight")) or "proj" in name)
     whole = run(tmp_path / "1")
-    assert whole["model"]["blocks.0.attention.grid.settled"] and not fresh["blocks.0.attention.grid.settled"]
+    assert whole["model"]["auto.grid.settled"] and not fresh["auto.grid.settled"]
 
 
 @pytest.mark.parametrize("at", [3, 4, 5, 8])  # the grid settles before step 5
@@ -156,9 +183,7 @@ def test_the_schedule_begins_anew_when_the_grid_has_settled():
 def test_gates_have_a_rate_of_their_own_and_no_decay():
     model = Decoder(ModelConfig(n_embd=16, vocab_size=len(TABLE), pos_encoding="auto-2d-rope"), TABLE)
     optimizer = train.make_optimizer(model, TrainConfig(gate_lr_scale=7.0, weight_decay=0.5))
-    gates = [
-        g for g in optimizer.param_groups if any(p is model.blocks[0].attention.grid.proj.weight for p in g["params"])
-    ]
+    gates = [g for g in optimizer.param_groups if any(p is model.auto.grid.proj.weight for p in g["params"])]
     assert [(g["lr_scale"], g["weight_decay"], len(g["params"])) for g in gates] == [(7.0, 0.0, 2)]
 
 

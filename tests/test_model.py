@@ -21,16 +21,18 @@ from model import IGNORE, Decoder, ModelConfig, sample
 NEWLINES = torch.tensor([1, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0])  # token 0, with which generate() pads, breaks a line
 VOCAB = len(NEWLINES)
 FIXED = ["rope", "2d-rope", "nope", "alibi", "h-rope", "rnope", "2d-rope+nope"]
-PATTERNS = [*FIXED, "auto-2d-rope", "auto-2d-rope+alibi"]
+PATTERNS = [*FIXED, "auto-2d-rope", "rope+auto-2d-rope", "auto-2d-rope+alibi", "auto-2d-rope sigmoid"]
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
 variants = pytest.mark.parametrize("n_kv_head, qk_norm", [(None, False), (1, False), (2, True), (None, True)])
 
 
 def build(pattern: str = "2d-rope", seed: int = 0, **changes) -> Decoder:
-    """A small decoder, drawn widely enough for its logits to depend on everything."""
+    """A small decoder, drawn widely enough for its logits to depend on everything. pattern: encoding, auto_gate."""
     torch.manual_seed(seed)
+    encoding, _, gate = pattern.partition(" ")
     values = dict(n_layer=3, n_head=4, n_embd=32, head_dim=16, mlp_dim=24, vocab_size=VOCAB, block_size=64)
-    values |= dict(pos_encoding=pattern, init_std=0.25, zero_init_outputs=False) | changes
+    values |= dict(pos_encoding=encoding, auto_gate=gate or "saturating", init_std=0.25, zero_init_outputs=False)
+    values |= changes
     decoder = Decoder(ModelConfig(**values), NEWLINES).eval().requires_grad_(False)
     for name, p in decoder.named_parameters():
         if "norm" in name:
@@ -123,7 +125,7 @@ def test_left_padding_gives_the_logits_of_the_unpadded_sequences(pattern):
             close(padded[b, n:], m(tokens[b : b + 1, n:])[0])
 
 
-@pytest.mark.parametrize("pattern", ["2d-rope", "auto-2d-rope"])
+@pytest.mark.parametrize("pattern", ["2d-rope", "auto-2d-rope", "auto-2d-rope sigmoid"])
 @pytest.mark.parametrize("chunk", [2, 7, 512])
 def test_padding_longer_than_a_prefill_chunk_takes_no_place_either(chunk, pattern):
     m, tokens, pad = build(pattern), random_tokens(2, 16), torch.tensor([0, 9])
