@@ -2,7 +2,8 @@
 # make test   sets up .venv and runs all tests
 # make env    only sets up .venv, from requirements.txt
 # make seeds  the toy with eight seeds (the README's second table): out/toy_seeds/
-# make pretrain  a byte-level model of 5M parameters with rope, 2d-rope and h-rope, ten minutes each: out/toy_pretrain/
+# make pretrain  a byte-level model of 5M parameters with rope, 2d-rope and h-rope: out/toy_pretrain/
+# make finetune  after it: these models learn to copy strings in text, two seeds each: out/toy_finetune/
 PYTHON ?= python3
 PY := .venv/bin/python
 TOY := out/toy_copy
@@ -10,7 +11,7 @@ SEEDS := out/toy_seeds
 comma := ,
 list = $(subst $() ,$(comma),$(strip $(1)))
 
-.PHONY: env toy seeds toy-data pretrain test
+.PHONY: env toy seeds toy-data pretrain finetune test
 .DELETE_ON_ERROR:
 
 env: .venv/env
@@ -44,6 +45,14 @@ pretrain: toy-data
 	  $(PY) train.py config/toy_pretrain.py --pos_encoding=$$encoding --out_dir=out/toy_pretrain/$$encoding || exit 1; done
 	$(PY) eval.py --runs=$(call list,$(foreach encoding,rope 2d-rope h-rope,out/toy_pretrain/$(encoding))) \
 	  --val_data=data/toy/val --windows=1024 --out_dir=out/toy_pretrain
+
+finetune: env
+	for seed in 0 1; do for encoding in rope 2d-rope h-rope; do \
+	  $(PY) train.py config/toy_finetune.py --init_from=out/toy_pretrain/$$encoding --seed=$$seed \
+	    --out_dir=out/toy_finetune/$$encoding-$$seed || exit 1; done; done
+	$(PY) eval.py --runs=$(call list,$(foreach run,rope-0 2d-rope-0 h-rope-0 rope-1 2d-rope-1 h-rope-1,\
+	  out/toy_finetune/$(run))) --tasks=imbalanced,recursive-flip --lengths=1-64,65-128,129-256,257-512 \
+	  --samples=50 --out_dir=out/toy_finetune
 
 test: .venv/dev
 	$(PY) -m pytest -q

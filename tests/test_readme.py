@@ -11,6 +11,8 @@ import torch
 
 import train
 from configurator import configure
+from data_copy import TextCopyConfig, WriteConfig
+from data_dclm import BuildConfig
 from eval import EvalConfig
 from maps import MapConfig
 from sweep import SweepConfig
@@ -21,13 +23,15 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
 COMMENTS = "\n".join(path.read_text() for path in [*ROOT.glob("config/*.py"), *ROOT.glob("*.py")])
 SHELL = "\n".join(text for language, text in BLOCKS if language == "sh")
 CLASSES = {"train.py": train.CONFIGS, "eval.py": (EvalConfig,)}
-CLASSES |= {"maps.py": (MapConfig,), "sweep.py": (SweepConfig,)}
+CLASSES |= {"maps.py": (MapConfig,), "sweep.py": (SweepConfig,), "data_dclm.py": (BuildConfig,)}
+CLASSES |= {"data_copy.py": (WriteConfig, TextCopyConfig)}
 
 
 def commands(text: str) -> list[str]:
     """Command lines of our scripts, without what a shell comment adds."""
-    lines = re.findall(r"(?:python|torchrun)\b[^\n]*? ((?:train|eval|maps|sweep)\.py [^\n#]*)", text)
-    return [line.strip() for line in lines if "..." not in line]
+    scripts = "|".join(CLASSES).replace(".", r"\.")
+    lines = re.findall(rf"(?:python|torchrun)\b[^\n]*? ((?:{scripts}) [^\n#]*)", text)
+    return [line.strip() for line in lines if "..." not in line and "--help" not in line]
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(commands(SHELL) + commands(COMMENTS)))
