@@ -19,27 +19,24 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
-from hashlib import sha256
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import checkpoint
 import configurator
-import data_copy
-import rope2d
+from batches import chat_data, copy_data, load_start, micro_batches, text_data
 from data_copy import IGNORE, CopyConfig, TextCopyConfig
-from data_dclm import Corpus, TextConfig, load_tokenizer, pad_chats, permute
+from data_dclm import TextConfig
 from model import Decoder, ModelConfig
 
 
@@ -105,15 +102,6 @@ MAY_CHANGE = {
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
-class Data(NamedTuple):
-    """What a task trains on."""
-
-    # Of (step, "train" or "validation"): tokens and targets (batch_size, T), short rows first, IGNORE for no target.
-    batch: Callable[[int, str], tuple[NDArray[np.int64], NDArray[np.int64]]]
-    newlines: Tensor  # (vocab_size,) line breaks in each token
-    identity: dict  # what must be the same when a run goes on, and on all ranks: goes into checkpoints
-
-
 def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -126,105 +114,6 @@ def pick_device(name: str) -> torch.device:
     if not there[name]:
         raise ValueError(f"device={name!r}: not on this machine; it has {', '.join(k for k in there if there[k])}")
     return torch.device(name)
-
-
-def micro_batches(tokens: NDArray, targets: NDArray, n: int, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
-    """This rank's n pieces of a batch (B, T), without the columns that are padding in all of a piece's rows."""
-    ends = targets.shape[1] - (targets[:, ::-1] != IGNORE).argmax(1)  # behind the last target of each row
-    pieces = np.array_split(np.arange(len(targets)), n * world)[rank::world]
-    cut = [(tokens[piece, : ends[piece].max()], targets[piece, : ends[piece].max()]) for piece in pieces]
-    return [(torch.from_numpy(x), torch.from_numpy(y)) for x, y in cut]
-
-
-def copy_data(config: TrainConfig, copy_config: CopyConfig, block_size: int) -> Data:
-    longest = 2 * copy_config.max_length + 5
-    if longest > block_size:
-        raise ValueError(
-            f"max_length={copy_config.max_length} makes sequences of {longest} tokens: block_size={block_size} is too "
-            "short"
-        )
-
-    def batch(step: int, stream: str) -> tuple[NDArray, NDArray]:
-        return data_copy.batch(copy_config, config.batch_size, step, config.seed, stream)[:2]
-
-    return Data(batch, rope2d.newline_table(data_copy.TOKEN_BYTES), {"vocabulary": data_copy.VOCAB})
-
-
-def text_data(config: TrainConfig, text_config: TextConfig, block_size: int) -> Data:
-    """Training on one corpus in an order of config.seed; validation on fixed windows of another, whatever the seed."""
-    tokenizer = load_tokenizer(text_config.tokenizer)
-    corpora = {}
-    for stream, name in (("train", "train_data"), ("validation", "val_data")):
-        if not getattr(text_config, name):
-            raise ValueError(f"task='pretrain' needs --{name}=DIR, a folder of shards: data_dclm.py makes them")
-        corpus = corpora[stream] = Corpus(getattr(text_config, name), tokenizer.identity)
-        if not corpus.complete:
-            raise ValueError(f"{corpus.folder}: its build was stopped; the same data_dclm.py command goes on with it")
-        if corpus.length > block_size:
-            raise ValueError(
-                f"{corpus.folder} has sequences of {corpus.length} tokens: block_size={block_size} is too short"
-            )
-    if config.eval_steps * config.batch_size > corpus.rows:
-        raise ValueError(
-            f"eval_steps={config.eval_steps} x batch_size={config.batch_size}: {corpus.folder} has only {corpus.rows} "
-            "sequences"
-        )
-
-    def batch(step: int, stream: str) -> tuple[NDArray, NDArray]:
-        places = np.arange(step * config.batch_size, (step + 1) * config.batch_size)
-        order = corpora[stream].order(places, config.seed if stream == "train" else 0)
-        rows = corpora[stream].read(order)
-        return rows[:, :-1], rows[:, 1:]
-
-    identity = {"tokenizer": tokenizer.identity} | {f"{name} corpus": corpus.digest for name, corpus in corpora.items()}
-    return Data(batch, rope2d.newline_table(tokenizer.token_bytes), identity)
-
-
-def chat_data(
-    config: TrainConfig, text_config: TextConfig, text_copy_config: TextCopyConfig, start: Decoder, identity: dict
-) -> Data:
-    """Chats, from files or made as they are needed; the loss is on what the assistant says."""
-    tokenizer = load_tokenizer(text_config.tokenizer)
-    if lines := configurator.diff(identity, tokenizer.identity):
-        raise ValueError(f"tokenizer={tokenizer.name!r}: {config.init_from} has another: {'; '.join(lines)}")
-    files = {"train": config.chats, "validation": config.val_chats}
-    records = {stream: data_copy.read_jsonl(file) for stream, file in files.items() if file}
-
-    def chat(index: int, stream: str) -> tuple[NDArray, NDArray]:
-        if stream in records:
-            epoch, place = divmod(index, len(records[stream]))
-            key = config.seed + epoch if stream == "train" else 0
-            record = records[stream][permute(place, len(records[stream]), key)[0]]
-        else:
-            record = data_copy.text_example(text_copy_config, index, config.seed, stream)
-        ids, said = tokenizer.chat(record["messages"])
-        if len(ids) - 1 > start.config.block_size:
-            longest = start.config.block_size
-            raise ValueError(f"example {record.get('id')} has {len(ids)} tokens: block_size={longest} is too short")
-        return ids, said
-
-    def batch(step: int, stream: str) -> tuple[NDArray, NDArray]:
-        chats = [chat(step * config.batch_size + i, stream) for i in range(config.batch_size)]
-        return pad_chats(sorted(chats, key=lambda pair: len(pair[0])))
-
-    digests = {f"{s} chats": sha256(Path(f).read_bytes()).hexdigest() for s, f in files.items() if f}
-    return Data(batch, start.newlines.cpu(), {"tokenizer": tokenizer.identity} | digests)
-
-
-def load_start(config: TrainConfig, changes: dict) -> tuple[Decoder, dict]:
-    """The model to finetune, with `changes` of its config that leave the shapes of its weights alone, and the identity
-    of its tokenizer."""
-    folder = Path(config.init_from)
-    if not config.init_from:
-        raise ValueError("task='finetune' needs --init_from=DIR, a run directory of ours or a folder of a Qwen3")
-    if (folder / "config.json").exists():
-        import qwen3
-
-        return qwen3.load(folder, **changes), load_tokenizer(config.init_from).identity
-    saved = checkpoint.read(folder / "last.pt" if folder.is_dir() else folder)
-    if "tokenizer" not in saved["data"]:
-        raise ValueError(f"{config.init_from}: not trained on text, it has no tokenizer")
-    return checkpoint.load_model(saved, **changes), saved["data"]["tokenizer"]
 
 
 def flops(model: Decoder, micro: list[tuple[Tensor, Tensor]]) -> float:
@@ -316,9 +205,9 @@ def train(
         raise ValueError(
             f"batch_size={config.batch_size}: less than grad_accum={config.grad_accum} x {world} processes"
         )
-    start = None
+    start, was = None, ""
     if config.task == "finetune":
-        start, identity = load_start(config, {name: getattr(model_config, name) for name in changes})
+        start, identity, was = load_start(config, {name: getattr(model_config, name) for name in changes})
         model_config = start.config
         data = chat_data(config, text_config, text_copy_config, start, identity)
     elif config.task == "copy":
@@ -418,9 +307,12 @@ def train(
         (out / "run.json").write_text(json.dumps(about, indent=1) + "\n")
         log = checkpoint.open_log(out / "log.jsonl", step)
         validation_log = checkpoint.open_log(out / "validation.jsonl", step)
+        encoding = model_config.pos_encoding
+        if was not in ("", encoding):
+            encoding += f", from weights of {was}"
         print(
-            f"{config.out_dir}: {model_config.pos_encoding}, {about['parameters']:,} parameters, {device}, steps "
-            f"{step} to {config.max_steps}"
+            f"{config.out_dir}: {encoding}, {about['parameters']:,} parameters, {device}, steps {step} to "
+            f"{config.max_steps}"
         )
     if not resumed:
         save("last.pt")  # step 0: from here on out_dir belongs to this config

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+import batches
 import checkpoint
 import configurator
 import data_copy
@@ -163,8 +164,8 @@ def test_chats_from_a_file_are_gone_through_in_epochs(tmp_path, start):
     data_copy.write_jsonl(tmp_path / "chats.jsonl", chats)
     argv = flags(tmp_path / "run", start, chats=tmp_path / "chats.jsonl", batch_size=5)
     *_, text_config, text_copy_config, config = configurator.configure(*train.CONFIGS, argv=argv)
-    decoder, identity = train.load_start(config, {})
-    data = train.chat_data(config, text_config, text_copy_config, decoder, identity)
+    decoder, identity, _ = batches.load_start(config, {})
+    data = batches.chat_data(config, text_config, text_copy_config, decoder, identity)
     seen = []
     for step in range(3):
         _, targets = data.batch(step, "train")
@@ -181,10 +182,12 @@ def test_chats_from_a_file_are_gone_through_in_epochs(tmp_path, start):
 # Where it starts
 
 
-def test_the_encoding_stays_or_changes_as_asked_with_the_same_weights(tmp_path, start):
+def test_the_encoding_stays_or_changes_as_asked_with_the_same_weights(tmp_path, start, capsys):
     before = torch.load(start / "last.pt")
     for name, knobs in (("same", {}), ("2d", {"pos_encoding": "2d-rope"}), ("h", {"pos_encoding": "h-rope"})):
         state = run(tmp_path / name, start, learning_rate=1e-30, min_lr=0, weight_decay=0, **knobs)
+        said = capsys.readouterr().out
+        assert ("2d-rope, from weights of rope" in said, "h-rope, from" in said) == (name == "2d", name == "h")
         assert state["config"]["pos_encoding"] == knobs.get("pos_encoding", "rope")  # 2d-rope is the default elsewhere
         assert state["config"]["n_layer"] == 2 and state["config"]["qk_norm"]
         for key, p in before["model"].items():

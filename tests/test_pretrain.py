@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import batches
 import checkpoint
 import configurator
 import data_dclm
@@ -93,15 +94,15 @@ def refused(out: Path, data: Path, error: type, match: str, **knobs) -> None:
 # Batches
 
 
-def test_a_step_is_one_shuffled_batch_however_many_ranks_and_micro_batches_share_it(data, monkeypatch):
+def test_a_step_is_one_shuffled_batch_however_many_ranks_and_micro_batches_share_it(data):
     corpus = Corpus(data / "train")
     order = corpus.order(np.arange(24, 32), 0)  # step 3
     _, _, text_config, _, config = configs(data, data)
-    batch = train.text_data(config, text_config, 64).batch(3, "train")
+    batch = batches.text_data(config, text_config, 64).batch(3, "train")
     for world, grad_accum in ((1, 1), (1, 3), (2, 2), (8, 1)):
         seen = []
         for rank in range(world):
-            micro = train.micro_batches(*batch, grad_accum, rank, world)
+            micro = batches.micro_batches(*batch, grad_accum, rank, world)
             assert len(micro) == grad_accum
             seen += [torch.cat([tokens[:, :1], targets], dim=1) for tokens, targets in micro]
             assert all(torch.equal(tokens[:, 1:], targets[:, :-1]) for tokens, targets in micro)
@@ -109,28 +110,28 @@ def test_a_step_is_one_shuffled_batch_however_many_ranks_and_micro_batches_share
 
 
 def test_validation_has_windows_of_the_other_corpus_whatever_the_seed(data):
-    batches = []
+    pairs = []
     for seed in (0, 1):
         _, _, text_config, _, config = configs(data, data, seed=seed)
-        batch = train.text_data(config, text_config, 64).batch
-        batches.append((batch(0, "train")[0], batch(0, "validation")[0]))
-    assert (batches[0][0] != batches[1][0]).any() and (batches[0][1] == batches[1][1]).all()
+        batch = batches.text_data(config, text_config, 64).batch
+        pairs.append((batch(0, "train")[0], batch(0, "validation")[0]))
+    assert (pairs[0][0] != pairs[1][0]).any() and (pairs[0][1] == pairs[1][1]).all()
     corpus = Corpus(data / "val")
     val = {tuple(row[:-1]) for row in corpus.read(np.arange(corpus.rows)).tolist()}
-    assert all(tuple(row) in val for row in batches[0][1].tolist())
+    assert all(tuple(row) in val for row in pairs[0][1].tolist())
 
 
 def test_the_loss_is_the_mean_over_all_tokens_and_so_is_the_validation_loss(tmp_path, data):
     run(tmp_path, data, max_steps=1, eval_interval=1)
     model_config, _, text_config, _, config = configs(tmp_path, data)
-    batches = train.text_data(config, text_config, 64)
+    source = batches.text_data(config, text_config, 64)
     model_config.vocab_size = 257
     torch.manual_seed(0)
-    fresh = Decoder(model_config, batches.newlines)
-    tokens, targets = map(torch.from_numpy, batches.batch(0, "train"))
+    fresh = Decoder(model_config, source.newlines)
+    tokens, targets = map(torch.from_numpy, source.batch(0, "train"))
     assert log(tmp_path)[0]["loss"] == pytest.approx(F.cross_entropy(fresh(tokens).mT, targets).item(), rel=1e-6)
     trained = checkpoint.load_model(checkpoint.read(tmp_path / "last.pt"))
-    windows = [map(torch.from_numpy, batches.batch(i, "validation")) for i in range(2)]
+    windows = [map(torch.from_numpy, source.batch(i, "validation")) for i in range(2)]
     losses = [F.cross_entropy(trained(tokens).mT, targets).item() for tokens, targets in windows]
     val = json.loads((tmp_path / "validation.jsonl").read_text())
     assert val["val_loss"] == pytest.approx(np.mean(losses), rel=1e-6)
@@ -216,7 +217,7 @@ def test_other_data_or_another_tokenizer_is_refused_and_moved_data_is_not(tmp_pa
 def test_what_cannot_be_trained_on_is_refused(tmp_path, data, monkeypatch, error, match, knobs):
     if knobs.get("tokenizer") == "other":
         other = SimpleNamespace(identity={"name": "other", "size": 5, "sha256": "0"}, token_bytes=[b"a"] * 5)
-        monkeypatch.setattr(train, "load_tokenizer", lambda name: other)
+        monkeypatch.setattr(batches, "load_tokenizer", lambda name: other)
     refused(tmp_path / "run", data, error, match, **knobs)
 
 
