@@ -11,7 +11,7 @@ text_max_length = 64  # symbols, "0" and "1"
 
 dtype = "bfloat16"
 batch_size = 32
-max_steps = 600
+max_steps = 300
 learning_rate = 1e-3
 min_lr = 0.0
 warmup_steps = 50
