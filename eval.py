@@ -336,7 +336,8 @@ def table(rows: Sequence[dict]) -> str:
 
 
 def plot(rows: Sequence[dict], path: Path) -> None:
-    """Exact match against length, one panel a task, one line an encoding with seeds pooled, Wilson intervals."""
+    """Exact match against length with Wilson intervals, and below it the smallest margin: how far a model is from
+    failing. One panel a task, one line an encoding, seeds and template kinds pooled."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -344,32 +345,45 @@ def plot(rows: Sequence[dict], path: Path) -> None:
 
     tasks = list(dict.fromkeys(r["task"] for r in rows))
     encodings = list(dict.fromkeys(r["pos_encoding"] for r in rows))
-    figure, panels = plt.subplots(1, len(tasks), figsize=(1 + 3.6 * len(tasks), 3.4), sharey=True, squeeze=False)
-    for panel, task in zip(panels[0], tasks, strict=True):
+    lengths = sorted({r["length"] for r in rows})
+    trained = {r["trained_to"] for r in rows}
+    margins = any(r.get("margin") is not None for r in rows)
+    size = (1 + 3.6 * len(tasks), 5.6 if margins else 3.4)
+    figure, panels = plt.subplots(1 + margins, len(tasks), figsize=size, sharex=True, sharey="row", squeeze=False)
+    for column, task in zip(panels.T, tasks, strict=True):
         for i, encoding in enumerate(encodings):
-            pooled: dict[int, list[int]] = {}
-            for r in rows:
-                if r["task"] == task and r["pos_encoding"] == encoding:
-                    hits, n = pooled.get(r["length"], (0, 0))
-                    pooled[r["length"]] = [hits + round(r["exact_match"] * r["samples"]), n + r["samples"]]
-            x = sorted(pooled)
-            y = [pooled[length][0] / pooled[length][1] for length in x]
-            below, above = zip(*(wilson(*pooled[length]) for length in x), strict=True)
+            own = [r for r in rows if r["task"] == task and r["pos_encoding"] == encoding]
+            at = [[r for r in own if r["length"] == length] for length in lengths]
+            x = [length for length, some in zip(lengths, at, strict=True) if some]
+            at = [some for some in at if some]
+            counts = [
+                (sum(round(r["exact_match"] * r["samples"]) for r in s), sum(r["samples"] for r in s)) for s in at
+            ]
+            y = [hits / n for hits, n in counts]
+            below, above = zip(*(wilson(*count) for count in counts), strict=True) if counts else ((), ())
             bars = np.maximum(0, [np.subtract(y, below), np.subtract(above, y)])  # rounding may leave -1e-17
             shift = 1.04 ** (i - (len(encodings) - 1) / 2)  # so that bars of several encodings do not hide each other
-            panel.errorbar(
-                np.multiply(x, shift), y, bars, marker="o", markersize=4, capsize=3, elinewidth=0.8, label=encoding
-            )
-        trained_to = rows[0]["trained_to"]
-        panel.axvspan(1, trained_to, color="0.5", alpha=0.12, linewidth=0)
-        panel.set(xscale="log", title=task, xlabel="length of the string, tokens", ylim=(-0.04, 1.04))
-        ticks = sorted({r["length"] for r in rows})
-        panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8)
-        panel.minorticks_off()
-        panel.spines[["top", "right"]].set_visible(False)
+            style = {"marker": "o", "markersize": 4, "label": encoding}
+            column[0].errorbar(np.multiply(x, shift), y, bars, capsize=3, elinewidth=0.8, **style)
+            if margins:
+                least = [min((m for r in some if (m := r.get("margin")) is not None), default=math.nan) for some in at]
+                column[1].plot(np.multiply(x, shift), least, **style)
+        column[0].set(title=task, ylim=(-0.04, 1.04))
+        column[-1].set(xscale="log", xlabel="length of the string")
+        column[-1].set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=8)
+        for panel in column:
+            panel.minorticks_off()
+            panel.spines[["top", "right"]].set_visible(False)
+            if len(trained) == 1:
+                panel.axvspan(1, *trained, color="0.5", alpha=0.12, linewidth=0)
+        if margins:
+            column[1].axhline(0, color="0.5", linewidth=0.8)
     panels[0, 0].set_ylabel("exact match, 95% interval")
+    if margins:
+        panels[1, 0].set_ylabel("smallest margin, logits")
     panels[0, -1].legend(frameon=False, loc=(0.3, 0.45), fontsize=9)
-    figure.suptitle(f"trained on strings of 1 to {trained_to} tokens (shaded)", fontsize=9, color="0.3")
+    if len(trained) == 1:
+        figure.suptitle(f"trained on strings of 1 to {min(trained)} (shaded)", fontsize=9, color="0.3")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)

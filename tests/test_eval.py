@@ -268,6 +268,15 @@ def test_the_plot_is_a_picture_with_a_line_an_encoding(tmp_path):
     assert counts[0] > 100 and counts[1] > 100 and counts[2] == 0
 
 
+def test_the_plot_has_a_second_row_of_margins_where_they_are_known(tmp_path):
+    heights = []
+    for margins in ((None, None, None, None), (3.0, 2.0, None, -1.0)):
+        rows = [row | {"margin": margin} for row, margin in zip(MADE, margins, strict=True)]
+        evaluation.plot(rows, tmp_path / "plot.png")
+        heights.append(matplotlib.image.imread(tmp_path / "plot.png").shape[0])
+    assert heights[1] > 1.5 * heights[0]
+
+
 # Refusals
 
 
