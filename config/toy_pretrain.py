@@ -1,4 +1,4 @@
-# Pretraining in miniature, on a CPU in ten minutes: 5.2M parameters, bytes as tokens, text that is on any machine with
+# Pretraining in miniature, on a CPU: 5.2M parameters, bytes as tokens, text that is on any machine with
 # Python (the standard library's sources; validation on others of its files and on installed packages' READMEs).
 #   make toy-data                                       # shards in data/toy
 #   python train.py config/toy_pretrain.py --pos_encoding=2d-rope --out_dir=out/toy_pretrain/2d-rope
