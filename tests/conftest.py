@@ -1,5 +1,7 @@
 """What all tests share."""
 
+import signal
+
 import pytest
 import torch
 
@@ -11,3 +13,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def our_signals():
+    """train.train() takes SIGTERM and SIGINT over; pytest gets them back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -22,14 +22,6 @@ TINY = "n_embd=16 head_dim=8 block_size=64 max_length=6 batch_size=8 max_steps=1
 TINY += "eval_steps=1 learning_rate=0.01 pos_encoding=auto-2d-rope separator=* grid_steps=5".split()
 
 
-@pytest.fixture(autouse=True)
-def our_signals():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def run(out, *changes: str) -> dict:
     argv = [f"--{knob}" for knob in (*TINY, f"out_dir={out}", *changes)]
     train.train(*configurator.configure(*train.CONFIGS, argv=argv))

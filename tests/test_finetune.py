@@ -33,14 +33,6 @@ TINY |= dict(warmup_steps=2, learning_rate=0.01, device="cpu", eval_steps=1, eva
 MESSAGES = [{"role": "user", "content": "Copy it:\n01"}, {"role": "assistant", "content": "01"}]
 
 
-@pytest.fixture(autouse=True)
-def our_signals():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def pretrained(path: Path, encoding: str = "rope", **data) -> Path:
     """A checkpoint as pretraining leaves it, of random weights."""
     tokenizer = load_tokenizer("bytes")

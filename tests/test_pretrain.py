@@ -40,14 +40,6 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["pytest", "torch._dynamo", "train"])
 
 
-@pytest.fixture(autouse=True)
-def our_signals():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def build(folder: Path, name: str, seed: int, n: int, tokenizer: str = "bytes") -> Path:
     """Shards of n random documents in folder/name, in several files."""
     chance = random.Random(seed)

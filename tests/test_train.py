@@ -37,14 +37,6 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["pytest", "torch._dynamo", "train"])  # so that a process to kill costs 50 ms, not seconds
 
 
-@pytest.fixture(autouse=True)
-def our_signals():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
 def flags(out: Path, **knobs) -> list[str]:
     return [f"--{name}={value}" for name, value in (TINY | {"out_dir": out} | knobs).items()]
 
