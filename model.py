@@ -105,12 +105,12 @@ class Cache:
 
 
 def attention_mask(n_queries: int, n_keys: int, pad: Tensor | None, device: torch.device) -> Tensor | None:
-    """Which keys each query may see: bool, (Tq, Tk) or (B, 1, Tq, Tk) with padding; None where SDPA needs no mask.
+    """Which keys each query may see: bool, (Tq, Tk) or (B, 1, Tq, Tk) with padding; None where `attend` needs no mask.
 
     The queries are the last of the keys. With 2 queries, 5 keys, and one token of padding:   . # # # _
                                                                                               . # # # #
     """
-    if pad is None and n_queries in (1, n_keys):
+    if pad is None and (n_queries in (1, n_keys) or device.type == "cpu" and not torch.is_grad_enabled()):
         return None
     query = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
     key = torch.arange(n_keys, device=device)
@@ -118,6 +118,24 @@ def attention_mask(n_queries: int, n_keys: int, pad: Tensor | None, device: torc
         return key <= query
     mask = (key <= query) & (key >= pad[:, None, None, None])
     return mask | (key == query)  # a padding token sees itself, or its softmax would be over nothing
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention of q (B, H, Tq, D) to k, v (B, Hkv, Tk, D), to all that `mask` allows; None: causal, the queries being
+    the last of the keys.
+
+    A chunk after others has no mask on a CPU, where one halves the speed: what came before, which every query sees, and
+    the chunk itself are attended to apart, and weighted by their shares of the softmax.
+    """
+    T, past, group = q.shape[2], k.shape[2] - q.shape[2], q.shape[1] // k.shape[1]
+    if mask is not None or not past or T == 1:
+        how = {"attn_mask": mask, "is_causal": mask is None and T > 1, "enable_gqa": group > 1}
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, **how)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # returns the log of the softmax's sum as well
+    k, v = (t.repeat_interleave(group, dim=1) if group > 1 else t for t in (k, v))
+    own, own_sum = flash(q, k[:, :, past:], v[:, :, past:], is_causal=True, scale=scale)
+    before, before_sum = flash(q, k[:, :, :past], v[:, :, :past], scale=scale)
+    return own.lerp(before, (before_sum - own_sum).sigmoid()[..., None].to(own.dtype))
 
 
 def make_rotary(config: ModelConfig, encoding: str) -> rope2d.Rotary:
@@ -193,10 +211,7 @@ class Attention(nn.Module):
             k, v = place.cache.extend(self.layer, k, v)
         if keys_only:
             return None
-        causal = place.mask is None and T > 1
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=place.mask, is_causal=causal, scale=scale, enable_gqa=H != Hkv
-        )
+        y = attend(q, k, v, place.mask, scale)
         return self.out(y[..., :D].transpose(1, 2).reshape(B, T, H * D))
 
 

@@ -150,6 +150,25 @@ def test_keys_only_prefill_leaves_the_cache_that_a_normal_one_does(pattern):
         assert torch.equal(mine[:, :, :13], theirs[:, :, :13])
 
 
+@pytest.mark.parametrize("Hkv", [4, 2, 1])
+@pytest.mark.parametrize(("chunk", "past"), [(7, 13), (2, 1), (5, 0), (1, 20)])
+def test_attention_of_a_chunk_to_what_came_before_is_the_float64_formula(Hkv, chunk, past):
+    g = torch.Generator().manual_seed(0)
+    q = 3 * torch.randn(2, 4, chunk, 8, generator=g)
+    k, v = torch.randn(2, 2, Hkv, past + chunk, 8, generator=g)
+    wide_k, wide_v = (t.double().repeat_interleave(4 // Hkv, dim=1) for t in (k, v))
+    scores = q.double() @ wide_k.mT * 0.5
+    hidden = torch.arange(past + chunk) > torch.arange(past, past + chunk)[:, None]
+    expected = scores.masked_fill(hidden, -math.inf).softmax(-1) @ wide_v
+    with torch.no_grad():
+        mask = model.attention_mask(chunk, past + chunk, None, q.device)
+        assert mask is None
+        assert (model.attend(q, k, v, mask, 0.5) - expected).abs().max() < 1e-6
+    mask = model.attention_mask(chunk, past + chunk, None, q.device)  # with gradients, the mask
+    assert (mask is None) == (chunk in (1, past + chunk))
+    assert (model.attend(q, k, v, mask, 0.5) - expected).abs().max() < 1e-6
+
+
 def test_a_later_token_changes_no_earlier_logit():
     for pattern in PATTERNS:
         m, tokens = build(pattern), random_tokens(1, 20)
