@@ -140,13 +140,15 @@ def batch(config: CopyConfig, n: int, step: int, seed: int, stream: str = "train
     return inputs, targets, lengths
 
 
-def evaluation_strings(task: str, low: int, high: int, n: int, seed: int) -> list[NDArray[np.int64]]:
+def evaluation_strings(
+    task: str, low: int, high: int, n: int, seed: int, repeat_p: float = 0.9
+) -> list[NDArray[np.int64]]:
     """n strings with lengths uniform in [low, high], for tests: never noisy, never those of training."""
     if task not in TASKS or not 1 <= low <= high:
         raise ValueError(f"{task=}, {low=}, {high=}: expected one of {', '.join(TASKS)}, and 1 <= low <= high")
     keys = (seed, STREAMS["evaluation"], TASKS.index(task), low, high, np.arange(n)[:, None])
     lengths = random_int(low, high, *keys, 3)[:, 0]
-    return [row[:length] for row, length in zip(strings(task, high, keys), lengths, strict=True)]
+    return [row[:length] for row, length in zip(strings(task, high, keys, repeat_p), lengths, strict=True)]
 
 
 def text(tokens: Sequence[int]) -> str:

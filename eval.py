@@ -38,6 +38,7 @@ import data_copy
 from data_copy import IGNORE, SEPARATORS, TextCopyConfig
 from data_dclm import Corpus, Tokenizer, load_tokenizer, pad_chats
 from model import Decoder
+from report import loss_table, plot, plot_losses, table, wilson
 from train import pick_device, rank_and_world
 
 
@@ -52,7 +53,10 @@ class EvalConfig:
     lengths: tuple[int | str, ...] = (20, 320)  # tokens in a string, symbols or points in text; or intervals, 26-50
     samples: tuple[int, ...] = (20,)  # strings for each task and length; one number for all lengths, or one for each
     eval_seed: int = 0  # of the strings
-    stop_at_failure: bool = False  # leave out the lengths behind one that a task's strings were not all right at
+    repeat_p: tuple[float, ...] = (0.9,)  # repeat-structure: shares of a base's repetitions to keep, each in turn
+    stop: Literal["never", "failure", "zero"] = (
+        "never"  # leave out lengths behind one with a wrong copy, or no right one
+    )
     free_running: bool = False  # decode token by token instead of one parallel forward
     chunk: int = 512  # tokens that go through the model at a time; memory grows with it
     batch_tokens: int = 16384  # tokens of strings that are evaluated together
@@ -73,6 +77,8 @@ class EvalConfig:
         for name in ("chunk", "batch_tokens", "windows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        if not self.repeat_p or not all(0 <= p <= 1 for p in self.repeat_p):
+            raise ValueError(f"repeat_p={self.repeat_p}: expected shares between 0 and 1")
 
 
 class Verdict(NamedTuple):
@@ -158,14 +164,6 @@ def check_length(model: Decoder, tokens: int) -> None:
         raise ValueError(f"sequence of {tokens} tokens is longer than the model's block_size={model.config.block_size}")
 
 
-def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95% interval for a share of `hits` in n >= 1 trials."""
-    share = hits / n
-    centre = share + z * z / (2 * n)
-    spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, (centre - spread) / (1 + z * z / n)), min(1.0, (centre + spread) / (1 + z * z / n))
-
-
 def parse_length(length: int | str) -> tuple[int, int]:
     """20 -> (20, 20); "26-50" -> (26, 50)."""
     low, dash, high = str(length).partition("-")
@@ -187,17 +185,18 @@ def evaluate(
     samples: int,
     config: EvalConfig,
     bar: tqdm | None = None,
+    repeat_p: float = 0.9,
 ) -> dict:
     """One row of the report: strings of a task, lengths within bounds. With torchrun, shared out and gathered.
-    kind: None for token-level tasks, in text where in the prompt the string stands."""
+    kind: None for token-level tasks, in text where in the prompt the string stands; repeat_p: of repeat-structure."""
     rank, world = rank_and_world()
     began = time.perf_counter()
     if kind is None:
-        examples = data_copy.evaluation_strings(task, *bounds, samples, config.eval_seed)
+        examples = data_copy.evaluation_strings(task, *bounds, samples, config.eval_seed, repeat_p)
         sizes, separator, exact = [len(source) for source in examples], SEPARATORS[trained["separator"]], True
     else:
         tokenizer = tokenizer_of("run", trained, config.tokenizer)
-        text_config = TextCopyConfig(task, tuple(trained["symbols"]), kind, *bounds)
+        text_config = TextCopyConfig(task, tuple(trained["symbols"]), kind, *bounds, repeat_p)
         examples = list(data_copy.text_examples(text_config, samples, config.eval_seed, "evaluation"))
         sizes = [example["metadata"]["length"] for example in examples]
         exact = tokenizer.name == "bytes" and task != "lists"  # or else other tokens may be as right
@@ -227,6 +226,7 @@ def evaluate(
     return {
         "task": task,
         "kind": kind,
+        "repeat_p": repeat_p if task == "repeat-structure" else None,
         "mode": mode,
         "length": bounds[1],
         "min_length": bounds[0],
@@ -284,7 +284,9 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
         elif not config.kinds or {*config.kinds} - {*data_copy.KINDS}:
             raise ValueError(f"kinds={config.kinds}: expected some of {', '.join(data_copy.KINDS)}")
         kinds = config.kinds if in_text else (None,)
-        work += [(run, model, trained, task, kind) for task in config.tasks for kind in kinds]
+        for task in config.tasks:
+            ps = config.repeat_p if task == "repeat-structure" else config.repeat_p[:1]
+            work += [(run, model, trained, task, kind, p) for kind in kinds for p in ps]
     leader = rank_and_world()[0] == 0
     bar = tqdm(
         total=len(work) * sum(samples),
@@ -294,7 +296,7 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
         mininterval=0.2 if sys.stderr.isatty() else 10,
     )
     rows = []
-    for run, model, trained, task, kind in work:
+    for run, model, trained, task, kind, p in work:
         for bounds, n in zip(lengths, samples, strict=True):
             bar.set_description(f"{trained['pos_encoding']} {task} {bounds[1]}")
             about = {
@@ -304,89 +306,11 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
                 "trained_to": longest_trained(trained),
                 "step": trained["steps_done"],
             }
-            rows.append(about | evaluate(model, trained, task, kind, bounds, n, config, bar))
-            if config.stop_at_failure and rows[-1]["exact_match"] < 1:
+            rows.append(about | evaluate(model, trained, task, kind, bounds, n, config, bar, p))
+            if rows[-1]["exact_match"] < {"never": 0, "failure": 1, "zero": 1e-9}[config.stop]:
                 break
     bar.close()
     return rows
-
-
-def table(rows: Sequence[dict]) -> str:
-    """Exact match in percent and as strings right / strings tried: a line a run and task."""
-    columns = list(dict.fromkeys((r["min_length"], r["length"]) for r in rows))
-    names = [str(high) if low == high else f"{low}-{high}" for low, high in columns]
-    by_line: dict[tuple, dict] = {}
-    for row in rows:
-        task = f"{row['task']}, {row['kind']}" if row.get("kind") else row["task"]
-        cells = by_line.setdefault((row["run"], row["pos_encoding"], row["seed"], task), {})
-        cells[row["min_length"], row["length"]] = row
-    width = max(21, *(len(task) + 2 for *_, task in by_line))
-    lines = [f"{'':12}{'seed':>5}  {'exact match at length':{width}}" + "".join(f"{name:>16}" for name in names)]
-    for (_, encoding, seed, task), cells in by_line.items():
-        line = f"{encoding:12}{seed:>5}  {task:{width}}"
-        for column in columns:
-            if column not in cells:
-                line += " " * 16
-                continue
-            row = cells[column]
-            hits = round(row["exact_match"] * row["samples"])
-            line += f"{100 * row['exact_match']:>7.0f}% ({hits}/{row['samples']})".rjust(16)
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def plot(rows: Sequence[dict], path: Path) -> None:
-    """Exact match against length with Wilson intervals, and below it the smallest margin: how far a model is from
-    failing. One panel a task, one line an encoding, seeds and template kinds pooled."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    tasks = list(dict.fromkeys(r["task"] for r in rows))
-    encodings = list(dict.fromkeys(r["pos_encoding"] for r in rows))
-    lengths = sorted({r["length"] for r in rows})
-    trained = {r["trained_to"] for r in rows}
-    margins = any(r.get("margin") is not None for r in rows)
-    size = (1 + 3.6 * len(tasks), 5.6 if margins else 3.4)
-    figure, panels = plt.subplots(1 + margins, len(tasks), figsize=size, sharex=True, sharey="row", squeeze=False)
-    for column, task in zip(panels.T, tasks, strict=True):
-        for i, encoding in enumerate(encodings):
-            own = [r for r in rows if r["task"] == task and r["pos_encoding"] == encoding]
-            at = [[r for r in own if r["length"] == length] for length in lengths]
-            x = [length for length, some in zip(lengths, at, strict=True) if some]
-            at = [some for some in at if some]
-            counts = [
-                (sum(round(r["exact_match"] * r["samples"]) for r in s), sum(r["samples"] for r in s)) for s in at
-            ]
-            y = [hits / n for hits, n in counts]
-            below, above = zip(*(wilson(*count) for count in counts), strict=True) if counts else ((), ())
-            bars = np.maximum(0, [np.subtract(y, below), np.subtract(above, y)])  # rounding may leave -1e-17
-            shift = 1.04 ** (i - (len(encodings) - 1) / 2)  # so that bars of several encodings do not hide each other
-            style = {"marker": "o", "markersize": 4, "label": encoding}
-            column[0].errorbar(np.multiply(x, shift), y, bars, capsize=3, elinewidth=0.8, **style)
-            if margins:
-                least = [min((m for r in some if (m := r.get("margin")) is not None), default=math.nan) for some in at]
-                column[1].plot(np.multiply(x, shift), least, **style)
-        column[0].set(title=task, ylim=(-0.04, 1.04))
-        column[-1].set(xscale="log", xlabel="length of the string")
-        column[-1].set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize=8)
-        for panel in column:
-            panel.minorticks_off()
-            panel.spines[["top", "right"]].set_visible(False)
-            if len(trained) == 1:
-                panel.axvspan(1, *trained, color="0.5", alpha=0.12, linewidth=0)
-        if margins:
-            column[1].axhline(0, color="0.5", linewidth=0.8)
-    panels[0, 0].set_ylabel("exact match, 95% interval")
-    if margins:
-        panels[1, 0].set_ylabel("smallest margin, logits")
-    panels[0, -1].legend(frameon=False, loc=(0.3, 0.45), fontsize=9)
-    if len(trained) == 1:
-        figure.suptitle(f"trained on strings of 1 to {min(trained)} (shaded)", fontsize=9, color="0.3")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def text_losses(config: EvalConfig) -> list[dict]:
@@ -425,37 +349,6 @@ def text_losses(config: EvalConfig) -> list[dict]:
             }
         )
     return rows
-
-
-def loss_table(rows: Sequence[dict]) -> str:
-    lines = [f"{'':12}{'seed':>5}{'step':>9}{'loss, nats a token':>22}{'bits a byte':>13}{'tokens':>12}"]
-    for r in rows:
-        loss = f"{r['loss']:.4f}" + (f" ± {1.96 * r['loss_standard_error']:.4f}" if r["loss_standard_error"] else "")
-        head = f"{r['pos_encoding']:12}{r['seed']:>5}{r['step']:>9,}"
-        lines.append(f"{head}{loss:>22}{r['bits_per_byte']:>13.4f}{r['tokens']:>12,}")
-    return "\n".join(lines)
-
-
-def plot_losses(rows: Sequence[dict], path: Path) -> None:
-    """The validation losses of training, validation.jsonl, against the step: a line a run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(5.6, 3.6))
-    for row in rows:
-        folder = Path(row["run"]) if Path(row["run"]).is_dir() else Path(row["run"]).parent
-        lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
-        steps, losses = [line["step"] for line in lines], [line["val_loss"] for line in lines]
-        label = f"{row['pos_encoding']}, seed {row['seed']}: {losses[-1]:.3f}"
-        panel.plot(steps, losses, marker="o", markersize=3, label=label)
-    panel.set(xlabel="optimizer step", ylabel="validation loss, nats a token")
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False, fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def tokenizer_of(run: str, trained: dict, name: str | None) -> Tokenizer:

@@ -48,7 +48,7 @@ def do(run: str, seed: int, config: SweepConfig) -> list[dict] | None:
     out = HERE / config.out_dir / f"{name}-{seed}"
     command = [*flags, f"--seed={seed}", f"--freqs_seed={seed}", f"--out_dir={out}"]
     test = [f"--{key}={','.join(map(str, getattr(config, key)))}" for key in ("tasks", "lengths", "samples")]
-    test += [f"--runs={out}", "--stop_at_failure=True", "--plot=False", f"--out_dir={out}"]
+    test += [f"--runs={out}", "--stop=failure", "--plot=False", f"--out_dir={out}"]
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "output.txt", "a") as log:
         for script, arguments in (("train.py", command), ("eval.py", test)):

@@ -11,7 +11,6 @@ import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_rgb
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import configurator
@@ -20,8 +19,9 @@ import eval as evaluation
 import rope2d
 import train
 from data_copy import NEWLINE
-from eval import EvalConfig, Verdict, copy_ladder, free_running, parse_length, table, teacher_forced, wilson
+from eval import EvalConfig, Verdict, copy_ladder, free_running, parse_length, teacher_forced
 from model import Decoder, ModelConfig
+from report import table, wilson
 
 TINY = dict(n_layer=2, n_embd=32, head_dim=16, freqs="uniform", block_size=90, max_length=6, batch_size=16)
 TINY |= dict(learning_rate=0.01, warmup_steps=10, max_steps=80, eval_interval=1000, device="cpu")
@@ -156,14 +156,6 @@ def test_memory_grows_linearly_with_length_and_logits_are_made_at_targets_alone(
 # The report
 
 
-@pytest.mark.parametrize(
-    "hits, n, low, high",
-    [(0, 10, 0, 0.2775), (10, 10, 0.7225, 1), (5, 10, 0.2366, 0.7634), (1, 1, 0.2065, 1), (81, 263, 0.2553, 0.3662)],
-)
-def test_wilson_interval_has_the_known_values(hits, n, low, high):
-    assert wilson(hits, n) == pytest.approx((low, high), abs=1e-4)
-
-
 @pytest.mark.parametrize("text, bounds", [(20, (20, 20)), ("20", (20, 20)), ("26-50", (26, 50)), ("7-7", (7, 7))])
 def test_a_length_is_a_number_or_an_interval(text, bounds):
     assert parse_length(text) == bounds
@@ -195,6 +187,32 @@ def test_rows_do_not_depend_on_chunk_or_batch(runs):
     model, _ = evaluation.load_run(str(runs["rope"] / "last.pt"), "last", torch.device("cpu"))
     verdicts = teacher_forced(model, data_copy.evaluation_strings("imbalanced", 4, 20, 7, 0), NEWLINE)
     assert rows[3]["first_errors"] == [v.first_error for v in verdicts]
+
+
+def test_a_ladder_stops_where_it_is_told(runs):
+    lengths = dict(lengths=(3, "4-20", 40, 41), samples=(10, 7, 2, 2), tasks=("uniform",))
+    whole = copy_ladder(config_for(runs["2d-rope"], **lengths))
+    shares = [row["exact_match"] for row in whole]
+    assert shares[1] not in (0, 1) and shares[2:] == [0, 0], "the half-trained model is no longer half right"
+    for stop, n in (("never", 4), ("failure", 1 + shares.index(next(s for s in shares if s < 1))), ("zero", 3)):
+        rows = copy_ladder(config_for(runs["2d-rope"], stop=stop, **lengths))
+        assert without(rows) == without(whole[:n])
+
+
+def test_repeat_structure_is_tried_at_every_p(runs):
+    how = dict(tasks=("repeat-structure", "uniform"), lengths=(20,), samples=(6,), repeat_p=(0.5, 1.0))
+    rows = copy_ladder(config_for(runs["2d-rope"], **how))
+    assert [(row["task"], row["repeat_p"]) for row in rows] == [
+        ("repeat-structure", 0.5),
+        ("repeat-structure", 1.0),
+        ("uniform", None),
+    ]
+    model, _ = evaluation.load_run(str(runs["2d-rope"]), "last", torch.device("cpu"))
+    for row, p in zip(rows, (0.5, 1.0), strict=False):
+        verdicts = teacher_forced(model, data_copy.evaluation_strings("repeat-structure", 20, 20, 6, 0, p), NEWLINE)
+        assert row["first_errors"] == [v.first_error for v in verdicts]
+    kept = data_copy.evaluation_strings("repeat-structure", 20, 20, 6, 0, 1.0)
+    assert all(any((s[base:] == s[:-base]).all() for base in range(4, 11)) for s in kept)  # nothing flipped at p = 1
 
 
 def test_last_and_best_are_told_apart(runs, tmp_path):
@@ -240,43 +258,6 @@ def test_the_script_writes_rows_and_plot_and_prints_the_table(runs, tmp_path, mo
     assert matplotlib.image.imread(tmp_path / "accuracy.png").std() > 0
 
 
-MADE = [  # rows of a report
-    dict(run=encoding, pos_encoding=encoding, seed=seed, task="uniform", trained_to=20, samples=n, exact_match=share)
-    | dict(min_length=low, length=high)
-    for encoding, seed, low, high, n, share in [
-        ("2d-rope", 0, 20, 20, 4, 1.0),
-        ("2d-rope", 0, 21, 50, 8, 0.75),
-        ("rope", 7, 20, 20, 4, 0.5),
-        ("rope", 7, 21, 50, 8, 0.0),
-    ]
-]
-
-
-def test_the_table_has_a_line_a_run_with_the_numbers():
-    head, first, second = table(MADE).splitlines()
-    assert head.split()[-2:] == ["20", "21-50"]
-    assert first.split() == ["2d-rope", "0", "uniform", "100%", "(4/4)", "75%", "(6/8)"]
-    assert second.split() == ["rope", "7", "uniform", "50%", "(2/4)", "0%", "(0/8)"]
-
-
-def test_the_plot_is_a_picture_with_a_line_an_encoding(tmp_path):
-    evaluation.plot(MADE, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    pixels = matplotlib.image.imread(tmp_path / "plot.png")[..., :3]
-    assert pixels.shape[0] > 300 and pixels.shape[1] > 300
-    counts = [int((np.abs(pixels - to_rgb(colour)).max(-1) < 0.01).sum()) for colour in ("C0", "C1", "C2")]
-    assert counts[0] > 100 and counts[1] > 100 and counts[2] == 0
-
-
-def test_the_plot_has_a_second_row_of_margins_where_they_are_known(tmp_path):
-    heights = []
-    for margins in ((None, None, None, None), (3.0, 2.0, None, -1.0)):
-        rows = [row | {"margin": margin} for row, margin in zip(MADE, margins, strict=True)]
-        evaluation.plot(rows, tmp_path / "plot.png")
-        heights.append(matplotlib.image.imread(tmp_path / "plot.png").shape[0])
-    assert heights[1] > 1.5 * heights[0]
-
-
 # Refusals
 
 
@@ -293,6 +274,8 @@ def test_the_plot_has_a_second_row_of_margins_where_they_are_known(tmp_path):
         (dict(samples=(4, 0)), ValueError, r"samples=\(4, 0\): expected one number >= 1"),
         (dict(lengths=(3, 43)), ValueError, "sequence of 91 tokens is longer than the model's block_size=90"),
         (dict(runs=("out/missing",)), FileNotFoundError, "out/missing: no such checkpoint"),
+        (dict(repeat_p=()), ValueError, r"repeat_p=\(\): expected shares"),
+        (dict(repeat_p=(0.5, 1.5)), ValueError, r"repeat_p=\(0.5, 1.5\): expected shares"),
         (dict(chunk=0), ValueError, "chunk=0"),
         (dict(chunk=-4), ValueError, "chunk=-4"),
         (dict(device="cuda"), ValueError, "device='cuda': not on this machine"),
