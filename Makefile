@@ -3,7 +3,9 @@
 # make env    only sets up .venv, from requirements.txt
 # make seeds  the toy with eight seeds (the README's second table): out/toy_seeds/
 # make pretrain  a byte-level model of 5M parameters with rope, 2d-rope and h-rope: out/toy_pretrain/
+# make figure4  every encoding, 1, 4 and 12 layers, four seeds (the paper's Figure 4): out/figure4/; hours
 # make finetune  after it: these models learn to copy strings in text, two seeds each: out/toy_finetune/
+# make lists  after it: these models learn to write lists of numbers: out/toy_lists/
 PYTHON ?= python3
 PY := .venv/bin/python
 TOY := out/toy_copy
@@ -11,7 +13,7 @@ SEEDS := out/toy_seeds
 comma := ,
 list = $(subst $() ,$(comma),$(strip $(1)))
 
-.PHONY: env toy seeds toy-data pretrain finetune test
+.PHONY: env toy seeds figure4 toy-data pretrain finetune lists test
 .DELETE_ON_ERROR:
 
 env: .venv/env
@@ -35,6 +37,9 @@ seeds: env
 	$(PY) eval.py --runs=$(call list,$(foreach seed,0 1 2 3 4 5 6 7,$(SEEDS)/$(seed))) \
 	  --lengths=20,320,5120,20480 --samples=100,20,4,1 --out_dir=$(SEEDS)
 
+figure4: env
+	$(PY) sweep.py config/figure4.py
+
 toy-data: env
 	$(PY) data_dclm.py --local_text=data/text
 	for part in train val; do $(PY) data_dclm.py --sources=data/text/$$part.jsonl.zst --tokenizer=bytes --length=512 \
@@ -53,6 +58,13 @@ finetune: env
 	$(PY) eval.py --runs=$(call list,$(foreach run,rope-0 2d-rope-0 h-rope-0 rope-1 2d-rope-1 h-rope-1,\
 	  out/toy_finetune/$(run))) --tasks=imbalanced,recursive-flip --lengths=1-64,65-128,129-256,257-512 \
 	  --samples=50 --out_dir=out/toy_finetune
+
+lists: env
+	for encoding in rope 2d-rope h-rope; do \
+	  $(PY) train.py config/toy_finetune.py config/toy_lists.py --init_from=out/toy_pretrain/$$encoding \
+	    --out_dir=out/toy_lists/$$encoding || exit 1; done
+	$(PY) eval.py --runs=$(call list,$(foreach encoding,rope 2d-rope h-rope,out/toy_lists/$(encoding))) \
+	  --tasks=lists --lengths=4-40,41-80,81-120 --samples=30 --out_dir=out/toy_lists
 
 test: .venv/dev
 	$(PY) -m pytest -q

@@ -46,8 +46,8 @@ def table(rows: Sequence[dict]) -> str:
 
 def plot(rows: Sequence[dict], path: Path) -> None:
     """Exact match against length with Wilson intervals, and below it the smallest margin: how far a model is from
-    failing. One panel a task, one line an encoding, seeds and template kinds pooled. Rows of several repeat_p: against
-    that, one panel a length."""
+    failing. One panel a task (or what rows name as their `panel`), one line an encoding; seeds and template kinds are
+    pooled. Rows of several repeat_p: against that, one panel a length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -55,7 +55,9 @@ def plot(rows: Sequence[dict], path: Path) -> None:
 
     over_p = len({row.get("repeat_p") for row in rows} - {None}) > 1
     rows = [row for row in rows if not over_p or row.get("repeat_p") is not None]
-    x_of, panel_of = ("repeat_p", lambda row: f"length {interval(row)}") if over_p else ("length", lambda r: r["task"])
+    x_of, panel_of = "length", lambda row: row.get("panel", row["task"])
+    if over_p:
+        x_of, panel_of = "repeat_p", lambda row: f"length {interval(row)}"
     names = list(dict.fromkeys(map(panel_of, rows)))
     encodings = list(dict.fromkeys(r["pos_encoding"] for r in rows))
     ticks = sorted({r[x_of] for r in rows})
@@ -101,7 +103,7 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     panels[0, 0].set_ylabel("exact match, 95% interval")
     if margins:
         panels[1, 0].set_ylabel("smallest margin, logits")
-    panels[0, -1].legend(frameon=False, loc=(0.3, 0.45), fontsize=9)
+    panels[0, -1].legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
     if len(trained) == 1:
         shaded = "" if over_p else " (shaded)"
         figure.suptitle(f"trained on strings of 1 to {min(trained)}{shaded}", fontsize=9, color="0.3")

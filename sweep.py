@@ -1,9 +1,11 @@
-"""Many runs, one table: each is trained, then tested on longer and longer strings until one is wrong.
+"""Many runs, one table: each is trained, then tested on longer and longer strings.
 
     python sweep.py config/sweep_encodings.py                 # hours of work go on where they stopped
     python sweep.py config/sweep_encodings.py --seeds=0,1,2
+    python sweep.py config/sweep_encodings.py --jobs=0        # only the report on what is there
 
-Writes rows.json (eval.py's rows of all runs) and table.md to out_dir. A run that failed stands in the table as such.
+Writes rows.json (eval.py's rows of all runs), table.md and a picture a task to out_dir. What has not been run yet, or
+failed, stands in the table as such.
 """
 
 import json
@@ -14,10 +16,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tqdm import tqdm
 
 import configurator
+from report import interval, plot
 
 HERE = Path(__file__).resolve().parent
 
@@ -26,46 +30,61 @@ HERE = Path(__file__).resolve().parent
 class SweepConfig:
     """Sweep"""
 
-    runs: tuple[str, ...] = ()  # each: a name, then what train.py gets: "rope config/toy_copy.py --pos_encoding=rope"
+    # Each: a name, then what train.py gets: "rope config/toy_copy.py --pos_encoding=rope". A name label/group, such as
+    # rope/4-layers, stands in the line `label` of the table and the column `group`.
+    runs: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)  # of the weights, the data's order and the drawn frequencies
     tasks: tuple[str, ...] = ("imbalanced", "recursive-flip")  # strings to test on
-    lengths: tuple[int, ...] = (20, 40, 80, 160, 320, 640, 1280, 2560, 5120, 10240, 20480)  # tokens, rising
+    lengths: tuple[int | str, ...] = (20, 40, 80, 160, 320, 640, 1280, 2560, 5120, 10240, 20480)  # tokens, rising
     samples: tuple[int, ...] = (50, 20, 20, 10, 10, 10, 4, 4, 2, 1, 1)  # strings for each task and length
-    jobs: int = 2  # runs at a time, one thread each
-    out_dir: str = "out/sweep"  # the runs' directories, rows.json and table.md
+    stop: Literal["failure", "zero"] = "failure"  # no longer strings behind a wrong copy, or where none was right
+    jobs: int = 2  # runs at a time, which share the cores; 0: no new ones
+    out_dir: str = "out/sweep"  # the runs' directories, rows.json, table.md and the pictures
 
     def __post_init__(self):
         names = [run.split()[0] for run in self.runs if run.split()]
         if not names or len(set(names)) < len(self.runs):
             raise ValueError(f"runs={self.runs}: expected at least one, each beginning with a name of its own")
-        if self.jobs < 1 or not self.seeds:
-            raise ValueError(f"jobs={self.jobs}, seeds={self.seeds}: expected at least one of each")
+        if self.jobs < 0 or not self.seeds:
+            raise ValueError(f"jobs={self.jobs}, seeds={self.seeds}: expected at least 0, and at least one seed")
 
 
-def do(run: str, seed: int, config: SweepConfig) -> list[dict] | None:
-    """Trains and tests one run with one seed, or reads what an earlier call left. None if it failed."""
-    name, *flags = shlex.split(run)
-    out = HERE / config.out_dir / f"{name}-{seed}"
-    command = [*flags, f"--seed={seed}", f"--freqs_seed={seed}", f"--out_dir={out}"]
-    test = [f"--{key}={','.join(map(str, getattr(config, key)))}" for key in ("tasks", "lengths", "samples")]
-    test += [f"--runs={out}", "--stop=failure", "--plot=False", f"--out_dir={out}"]
+def folder(run: str, seed: int, config: SweepConfig) -> Path:
+    return HERE / config.out_dir / f"{run.split()[0]}-{seed}"
+
+
+def test_flags(out: Path, config: SweepConfig) -> list[str]:
+    """What eval.py gets; kept beside its rows, which count as long as the same would be asked."""
+    flags = [f"--{key}={','.join(map(str, getattr(config, key)))}" for key in ("tasks", "lengths", "samples")]
+    return [*flags, f"--runs={out}", f"--stop={config.stop}", "--plot=False", f"--out_dir={out}"]
+
+
+def found(run: str, seed: int, config: SweepConfig) -> list[dict] | None:
+    """The rows of a run that has been trained and tested, None of any other."""
+    out = folder(run, seed, config)
+    asked = out / "tested.json"
+    if not asked.exists() or json.loads(asked.read_text()) != test_flags(out, config):
+        return None
+    label, _, group = run.split()[0].partition("/")
+    rows = json.loads((out / "accuracy.json").read_text())
+    return [row | {"name": run.split()[0], "label": label, "group": group} for row in rows]
+
+
+def do(run: str, seed: int, config: SweepConfig) -> bool:
+    """Trains and tests one run with one seed, or goes on where an earlier call was stopped. Whether it worked."""
+    out, (_, *flags) = folder(run, seed, config), shlex.split(run)
+    if found(run, seed, config):
+        return True
     out.mkdir(parents=True, exist_ok=True)
+    train = [*flags, f"--seed={seed}", f"--freqs_seed={seed}", f"--out_dir={out}"]
+    threads = max(1, (os.cpu_count() or 1) // config.jobs)
+    how = {"cwd": HERE, "env": os.environ | {"OMP_NUM_THREADS": str(threads)}, "stderr": subprocess.STDOUT}
     with open(out / "output.txt", "a") as log:
-        for script, arguments in (("train.py", command), ("eval.py", test)):
-            if script == "eval.py" and (out / "tested.json").exists():  # by the same command?
-                if json.loads((out / "tested.json").read_text()) == test:
-                    break
-            done = subprocess.run(
-                [sys.executable, script, *arguments],
-                cwd=HERE,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            if done.returncode:
-                return None
-    (out / "tested.json").write_text(json.dumps(test))
-    return [row | {"name": name} for row in json.loads((out / "accuracy.json").read_text())]
+        for command in (["train.py", *train], ["eval.py", *test_flags(out, config)]):
+            if subprocess.run([sys.executable, *command], stdout=log, **how).returncode:
+                return False
+    (out / "tested.json").write_text(json.dumps(test_flags(out, config)))
+    return True
 
 
 def longest_perfect(rows: list[dict], seed: int) -> int:
@@ -80,38 +99,63 @@ def longest_perfect(rows: list[dict], seed: int) -> int:
 
 
 def table(config: SweepConfig, rows: list[dict]) -> str:
-    """Markdown: a line a run; exact match at the first length, and the longest perfect length of each seed."""
-    first = config.lengths[0]
+    """Markdown: a line a label, a column a group: exact match at the first length over all that was run, and the
+    longest perfect length of each seed."""
+    names = [run.split()[0].partition("/")[::2] for run in config.runs]
+    groups, first = list(dict.fromkeys(group for _, group in names)), min((row["length"] for row in rows), default=0)
+    about = next((f"exact match at {interval(row)}, then " for row in rows if row["length"] == first), "")
     seeds = ", ".join(map(str, config.seeds))
-    lines = [f"| run | exact match at {first} | longest perfect length, seeds {seeds} |", "|---|---|---|"]
-    for name in [run.split()[0] for run in config.runs]:
-        own = [row for row in rows if row["name"] == name]
-        at_first = [row for row in own if row["length"] == first]
-        if not at_first:
-            lines.append(f"| {name} | not run | |")
-            continue
-        share = sum(r["exact_match"] * r["samples"] for r in at_first) / sum(r["samples"] for r in at_first)
-        tested = {row["seed"] for row in own}
-        longest = [f"{longest_perfect(own, seed):,}" if seed in tested else "not run" for seed in config.seeds]
-        lines.append(f"| {name} | {100 * share:.0f}% | {' · '.join(longest)} |")
+    lines = [f"{about}longest perfect length, seeds {seeds}", "", f"| run | {' | '.join(groups)} |"]
+    lines.append("|---" * (1 + len(groups)) + "|")
+    for label in dict.fromkeys(label for label, _ in names):
+        cells = []
+        for group in groups:
+            own = [row for row in rows if (row["label"], row["group"]) == (label, group)]
+            at_first, tested = [row for row in own if row["length"] == first], {row["seed"] for row in own}
+            if not own:
+                cells.append("not run" if (label, group) in names else "")
+                continue
+            share = sum(r["exact_match"] * r["samples"] for r in at_first) / sum(r["samples"] for r in at_first)
+            longest = [f"{longest_perfect(own, seed):,}" if seed in tested else "not run" for seed in config.seeds]
+            cells.append(f"{100 * share:.0f}%: {' · '.join(longest)}")
+        lines.append(f"| `{label}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def report(config: SweepConfig) -> str:
+    """Writes rows.json, table.md and the pictures of all runs that have been tested; returns the table."""
+    rows = [row for run in config.runs for seed in config.seeds for row in found(run, seed, config) or []]
+    out = HERE / config.out_dir
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (out / "table.md").write_text(text := table(config, rows))
+    seeds: dict[str, set] = {}
+    for row in rows:
+        seeds.setdefault(row["name"], set()).add(row["seed"])
+    for task in config.tasks:
+        drawn = []
+        for row in (row for row in rows if row["task"] == task):
+            done = len(seeds[row["name"]])
+            label = row["label"] + (f", {done} of {len(config.seeds)} seeds" if done < len(config.seeds) else "")
+            drawn.append(row | {"pos_encoding": label, "panel": row["group"] or task})
+        if drawn:
+            plot(drawn, out / f"{task}.png")
+    return text
 
 
 def main() -> None:
     config = configurator.configure(SweepConfig, doc=__doc__)
-    work = [(run, seed) for seed in config.seeds for run in config.runs]
-    rows, failed = [], []
-    out = HERE / config.out_dir
-    with ThreadPoolExecutor(config.jobs) as pool:
-        results = pool.map(lambda job: do(*job, config), work)
-        for (run, seed), result in zip(work, tqdm(results, total=len(work), unit="run"), strict=True):
-            rows += result or []
-            failed += [] if result else [f"{run.split()[0]}-{seed}"]
-            (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
-            (out / "table.md").write_text(table(config, rows))
-    print(table(config, rows), end="")
+    failed = []
+    if config.jobs:
+        work = [(run, seed) for seed in config.seeds for run in config.runs]
+        with ThreadPoolExecutor(config.jobs) as pool:
+            results = pool.map(lambda job: do(*job, config), work)
+            for (run, seed), well in zip(work, tqdm(results, total=len(work), unit="run"), strict=True):
+                failed += [] if well else [f"{run.split()[0]}-{seed}"]
+                report(config)
+    print(report(config), end="")
     if failed:
-        raise RuntimeError(f"failed: {', '.join(failed)}; see output.txt in their folders under {out}")
+        raise RuntimeError(f"failed: {', '.join(failed)}; see output.txt in their folders under {config.out_dir}")
 
 
 if __name__ == "__main__":

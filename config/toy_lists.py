@@ -1,7 +1,7 @@
-# Python lists in miniature (the paper's Figure 6): on top of config/toy_finetune.py, lists of 4 to 40 points of periodic
-# signals; tested on up to twice and three times as many.
-#   python train.py config/toy_finetune.py config/toy_lists.py --init_from=out/toy_pretrain/rope --out_dir=out/toy_lists/rope
-#   python eval.py --runs=out/toy_lists/rope --tasks=lists --lengths=4-40,41-80,81-120
+# Python lists in miniature (the paper's Figure 6): on top of config/toy_finetune.py, lists of 4 to 40 points of
+# periodic signals; tested on up to twice and three times as many.
+#   python train.py config/toy_finetune.py config/toy_lists.py --init_from=out/toy_pretrain/rope --out_dir=out/lists
+#   python eval.py --runs=out/lists --tasks=lists --lengths=4-40,41-80,81-120
 # `make lists` does that for rope, 2d-rope and h-rope.
 
 text_task = "lists"

@@ -1,0 +1,10 @@
+# Twelve layers, trained on strings of 1 to 20 tokens: on top of config/toy_copy.py.
+#   python train.py config/toy_copy.py config/toy_12layer.py --out_dir=out/toy_12layer/2d-rope
+#   python eval.py --runs=out/toy_12layer/2d-rope --lengths=20,320,5120,20480 --samples=50,10,2,1
+
+n_layer = 12
+mlp_dim = 256
+logit_scale = "log_n"
+
+learning_rate = 1e-3
+grad_accum = 4  # pieces of like length, so that less padding is computed
