@@ -3,11 +3,12 @@
     python maps.py --runs=out/toy_copy/2d-rope,out/toy_copy/rope --length=20
     python maps.py --runs=out/toy_copy/2d-rope --length=5120 --queries=5600,5640 --keys=480,520      # a window of it
 
-Writes attention.png (paper, figures 3 and 8) and, where the layer has a grid, grid.png: the tokens at their row and
-column. A learned grid is printed as well, as the gate A of each token. Nothing of size T x T is made.
+Writes attention.png (paper, figures 3 and 8); of several layers layers.png, which of them copies; and, where the layer
+has a grid, grid.png: the tokens at their row and column. A learned grid is printed as well, as the gate A of each
+token. Nothing of size T x T is made, but by layers.png, n x n for a string of n.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,9 +20,10 @@ from torch import Tensor
 
 import configurator
 import data_copy
+import model as decoder
 import rope2d
 from data_copy import SEPARATORS, VOCAB
-from eval import check_length, load_run
+from eval import Verdict, check_length, load_run, teacher_forced
 from model import Attention, Decoder
 from train import pick_device
 
@@ -84,13 +86,13 @@ def attention_weights(
     if len(tokens) != 1 or not heads or not all(0 <= head < attention.H for head in heads):
         raise ValueError(f"{len(tokens)} prompts, {heads=}: expected one prompt, and heads from 0 to {attention.H - 1}")
     weights = torch.zeros(len(heads), len(queries), len(keys), device=tokens.device)
-    calls, cache, attend = [], model.new_cache(), F.scaled_dot_product_attention
+    calls, cache, attend = [], model.new_cache(), decoder.attend
 
-    def watched(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-        calls.append((q, k, options["scale"]))
-        return attend(q, k, v, **options)
+    def watched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        calls.append((q, k, scale))
+        return attend(q, k, v, mask, scale)
 
-    F.scaled_dot_product_attention = watched
+    decoder.attend = watched
     try:
         for start in range(0, int(queries.max()) + 1, chunk):
             rows = ((queries >= start) & (queries < start + chunk)).nonzero()[:, 0]
@@ -104,7 +106,7 @@ def attention_weights(
                 seen = (keys < k.shape[1]).nonzero()[:, 0]
                 weights[:, rows[:, None], seen] = logits.softmax(-1)[..., keys[seen]]
     finally:
-        F.scaled_dot_product_attention = attend
+        decoder.attend = attend
     return weights
 
 
@@ -150,6 +152,57 @@ def plot_attention(
         panel.remove()
     figure.colorbar(drawn, ax=panels, label="attention weight", aspect=30)
     figure.suptitle(f"{run}\n{attention_of(model, layer).encoding}, prompt of {len(labels):,} tokens", fontsize=9)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+@torch.no_grad()
+def copying_weights(model: Decoder, tokens: Tensor) -> Tensor:
+    """The attention weight that each head gives to the token to write next, mean over the copy in one prompt (1, T) of
+    data_copy.pack: (n_layer, n_head) float32."""
+    n = (tokens.shape[1] - 5) // 2
+    at, heads = torch.arange(n, device=tokens.device), range(model.config.n_head)
+    weights = [
+        attention_weights(model, tokens, layer, heads, at + n + 4, at + 2).diagonal(dim1=1, dim2=2).mean(-1)
+        for layer in range(model.config.n_layer)
+    ]
+    return torch.stack(weights).cpu()
+
+
+def without_attention(model: Decoder, layers: Iterable[int], source: np.ndarray, separator: int) -> Verdict:
+    """The verdict on a string where these layers attend to nothing: their attention adds 0."""
+    outputs = [attention_of(model, layer).out for layer in layers]
+    hooks = [out.register_forward_hook(lambda _, got, gave: torch.zeros_like(gave)) for out in outputs]
+    try:
+        return teacher_forced(model, [source], separator)[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def plot_layers(model: Decoder, tokens: Tensor, source: np.ndarray, separator: int, path: Path, run: str = "") -> None:
+    """Which layer copies: a row a layer, the weight of each head on the token to write next, and beside it how many of
+    the copy's tokens are right where that layer attends to nothing, and where all others do."""
+    weights, n, everyone = copying_weights(model, tokens), len(source), {*range(model.config.n_layer)}
+    beside = []
+    for layer in sorted(everyone):
+        verdicts = [without_attention(model, layers, source, separator) for layers in ({layer}, everyone - {layer})]
+        beside.append(" / ".join(f"{(v.targets - v.errors) / v.targets:.0%}" for v in verdicts))
+    plt = pyplot()
+    size = max(4.5, 0.6 * weights.shape[1] + 2.6), 0.32 * len(weights) + 1.4
+    figure, panel = plt.subplots(figsize=size, layout="constrained")
+    drawn = panel.imshow(weights.numpy(), "gist_heat_r", vmin=0, vmax=1, aspect="auto")
+    for (layer, head), weight in np.ndenumerate(weights.numpy()):
+        colour = "white" if weight > 0.5 else "black"
+        panel.text(head, layer, f"{weight:.2f}", ha="center", va="center", fontsize=8, color=colour)
+    panel.set_xticks(range(weights.shape[1]))
+    panel.set_yticks(range(len(weights)))
+    panel.set(xlabel="head", ylabel="layer")
+    right = panel.secondary_yaxis("right")
+    right.set_yticks(range(len(weights)), beside, fontsize=8)
+    right.set_ylabel("right tokens without this layer's attention / without the others'", fontsize=8)
+    figure.colorbar(drawn, ax=panel, label="weight on the token to write next")
+    figure.suptitle(f"{run}\n{model.config.pos_encoding}, a string of {n:,} tokens", fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -261,6 +314,9 @@ def draw_maps(config: MapConfig) -> None:
         heads, layer = config.heads or range(model.config.n_head), config.layer
         plot_attention(model, tokens, labels, layer, heads, folder / "attention.png", queries, keys, run)
         print(f"attention: {folder / 'attention.png'}")
+        if model.config.n_layer > 1:
+            plot_layers(model, tokens, source, SEPARATORS[trained["separator"]], folder / "layers.png", run)
+            print(f"layers: {folder / 'layers.png'}")
         encoding = attention_of(model, layer).encoding
         if encoding not in ("2d-rope", "auto-2d-rope"):
             print(f"no grid: layer {layer} of {run} is {encoding}")

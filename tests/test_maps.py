@@ -8,15 +8,16 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import configurator
 import data_copy
 import maps
+import model as decoder
 import rope2d
 from data_copy import INPUT, NEWLINE, OUTPUT, VOCAB
+from eval import teacher_forced
 from maps import attention_weights, draw_maps, grid_gates, grid_positions, grid_table, plot_attention, plot_grid
 from model import Decoder, ModelConfig
 
@@ -134,14 +135,33 @@ def test_long_prompts_take_memory_linear_in_their_length():
 
 
 def test_the_model_attends_as_before_also_after_an_error(monkeypatch):
-    model, tokens, attend = untrained(), prompt(), F.scaled_dot_product_attention
+    model, tokens, attend = untrained(), prompt(), decoder.attend
     before = model(tokens)
     attention_weights(model, tokens, 0, [0], slice(None), slice(None))
-    assert F.scaled_dot_product_attention is attend and model(tokens).equal(before)
+    assert decoder.attend is attend and model(tokens).equal(before)
     monkeypatch.setattr(model.blocks[1], "forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         attention_weights(model, tokens, 0, [0], slice(None), slice(None))
-    assert F.scaled_dot_product_attention is attend
+    assert decoder.attend is attend
+
+
+def test_the_copying_weight_is_what_each_head_gives_to_the_token_to_write_next():
+    model, n = untrained(), 20
+    expected = [[plain(model, prompt(n), layer)[h, n + 4 : 2 * n + 4, 2 : n + 2].diag().mean() for h in range(4)]
+                for layer in range(2)]  # fmt: skip
+    assert torch.allclose(maps.copying_weights(model, prompt(n)), torch.tensor(expected).float(), atol=1e-5)
+
+
+def test_a_layer_without_attention_is_judged_as_a_model_whose_output_is_zero():
+    model, n = untrained(), 8
+    source = data_copy.evaluation_strings("uniform", n, n, 1, 0)[0]
+    for layer in range(2):
+        other = untrained()
+        torch.nn.init.zeros_(other.blocks[layer].attention.out.weight)
+        expected = teacher_forced(other, [source], NEWLINE)[0]
+        got = maps.without_attention(model, [layer], source, NEWLINE)
+        assert got.first_error == expected.first_error and got.margin == pytest.approx(expected.margin, abs=1e-5)
+    assert teacher_forced(model, [source], NEWLINE) == teacher_forced(untrained(), [source], NEWLINE)  # left as it was
 
 
 @pytest.mark.parametrize(
@@ -330,7 +350,7 @@ def test_each_run_gets_its_pictures_of_the_string_heads_and_windows_that_were_as
     draw_maps(configurator.configure(maps.MapConfig, argv=argv))
     out = capsys.readouterr().out
     source = names(torch.from_numpy(data_copy.evaluation_strings("recursive-flip", 9, 9, 1, 0)[0])[None])
-    attention, grid, attention_star, grid_star, attention_rope = figures
+    attention, layers, grid, attention_star, _, grid_star, attention_rope, _ = figures
     for run, figure, end in zip(runs, (attention, attention_star, attention_rope), ("<n>", "*", "<n>"), strict=True):
         folder = tmp_path / run.strip("/").replace("/", "-")
         assert figure.get_suptitle().startswith(f"{run}\n") and (folder / "attention.png").is_file()
@@ -340,6 +360,7 @@ def test_each_run_gets_its_pictures_of_the_string_heads_and_windows_that_were_as
         assert [t.get_text() for t in panels[0].get_xticklabels()] == [end, "I:", *source, end, end]
         assert (folder / "grid.png").is_file() == (run != runs[2])
     assert [f.axes[0].get_title().split("\n")[0] for f in (grid, grid_star)] == runs[:2]
+    assert len(layers.axes[0].texts) == 2 * 4 and "a string of 9 tokens" in layers.get_suptitle()
     assert f"no grid: layer 0 of {runs[2]} is rope" in out
     assert out.count("gate A in layer 0") == 1 and any(line.split()[:2] == ["*", "3"] for line in out.splitlines())
 
