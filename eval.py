@@ -35,6 +35,7 @@ from tqdm import tqdm
 import checkpoint
 import configurator
 import data_copy
+import rope2d
 from data_copy import IGNORE, SEPARATORS, TextCopyConfig
 from data_dclm import Corpus, Tokenizer, load_tokenizer, pad_chats
 from model import Decoder
@@ -57,6 +58,8 @@ class EvalConfig:
     stop: Literal["never", "failure", "zero"] = (
         "never"  # leave out lengths behind one with a wrong copy, or no right one
     )
+    # Of rotations: exact, as in training, or position x frequency in these types, as other code has it.
+    angles: Literal["exact", "float32", "bfloat16"] = "exact"
     free_running: bool = False  # decode token by token instead of one parallel forward
     chunk: int = 512  # tokens that go through the model at a time; memory grows with it
     batch_tokens: int = 16384  # tokens of strings that are evaluated together
@@ -251,6 +254,18 @@ def load_run(path: str, which: str, device: torch.device) -> tuple[Decoder, dict
     return checkpoint.load_model(saved, device).eval(), about
 
 
+def round_angles(model: Decoder, dtype: torch.dtype) -> None:
+    """Lets a model rotate by position x frequency in `dtype`: what rope2d.Rotary's exact angles are for."""
+    for rotary in (module for module in model.modules() if isinstance(module, rope2d.Rotary)):
+
+        def angles(positions: torch.Tensor, rotary: rope2d.Rotary = rotary) -> torch.Tensor:
+            freqs = (rotary.turns.double() * rope2d.RADIANS).to(dtype)  # (planes, n)
+            places = positions[rotary.planes].movedim(0, -1)[..., None].to(dtype)  # (B, T, planes, 1)
+            return (places * freqs).float().flatten(-2)
+
+        rotary.angles = angles
+
+
 def longest_trained(trained: dict) -> int:
     """Tokens, symbols or points of the longest string in training."""
     if trained["task"] != "finetune":
@@ -270,6 +285,9 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
         )
     device = pick_device(config.device)
     loaded = [(run, *load_run(run, config.checkpoint, device)) for run in config.runs]
+    if config.angles != "exact":
+        for _, model, _ in loaded:
+            round_angles(model, getattr(torch, config.angles))
     work = []
     for run, model, trained in loaded:
         in_text = "tokenizer" in trained["data"]

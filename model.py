@@ -9,7 +9,7 @@ Pre-norm blocks: RMSNorm, grouped-query attention (QK-norm is a switch), RMSNorm
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -78,11 +78,12 @@ class ModelConfig:
 class Cache:
     """Keys and values of the tokens seen so far, and where the next one stands.
 
-    Grows by doubling up to `limit` tokens, so that a short prompt in a model of large block_size stays cheap.
+    Starts with room for `room` tokens and grows by doubling up to `limit`, so that a short prompt in a model of large
+    block_size stays cheap.
     """
 
-    def __init__(self, n_layer: int, limit: int):
-        self.limit = limit
+    def __init__(self, n_layer: int, limit: int, room: int = 0):
+        self.limit, self.room = limit, room
         self.length = 0  # tokens seen
         self.state: Tensor | None = None  # (3, B), rope2d.grid's
         self.pad: Tensor | None = None  # (B,) tokens of left padding
@@ -96,12 +97,12 @@ class Cache:
         for store, new in ((self.keys, k), (self.values, v)):
             old = store[layer]
             if old is None or old.shape[2] < end:
-                capacity = end if old is None else min(self.limit, max(end, 2 * old.shape[2]))
+                capacity = max(end, self.room) if old is None else min(self.limit, max(end, 2 * old.shape[2]))
                 store[layer] = new.new_empty(*new.shape[:2], capacity, new.shape[3])
                 if old is not None:
                     store[layer][:, :, : self.length] = old[:, :, : self.length]
-            store[layer][:, :, self.length : end] = new
-        return self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+            store[layer].narrow(2, self.length, new.shape[2]).copy_(new)
+        return self.keys[layer].narrow(2, 0, end), self.values[layer].narrow(2, 0, end)
 
 
 def attention_mask(n_queries: int, n_keys: int, pad: Tensor | None, device: torch.device) -> Tensor | None:
@@ -389,8 +390,8 @@ class Decoder(nn.Module):
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
-    def new_cache(self) -> Cache:
-        return Cache(self.config.n_layer, self.config.block_size)
+    def new_cache(self, room: int = 0) -> Cache:
+        return Cache(self.config.n_layer, self.config.block_size, room)
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, cache: Cache, pad: Tensor | None = None, chunk: int = 512) -> None:
@@ -422,15 +423,93 @@ class Decoder(nn.Module):
             )
         tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
         pad = torch.tensor([longest - len(p) for p in prompts], device=device)
-        cache, generator = self.new_cache(), torch.Generator(device).manual_seed(seed)
-        pad = pad if pad.any() else None
-        if longest > 1:
-            self.prefill(tokens[:, :-1], cache, pad)
-            pad, tokens = None, tokens[:, -1:]
+        cache, generator = self.new_cache(longest + max_new_tokens - 1), torch.Generator(device).manual_seed(seed)
+        self.prefill(tokens[:, :-1], cache, pad if pad.any() else None)
+        new = tokens[:, -1]
+        step = Step(self, cache, len(new)) if Step.fits(self) else lambda new: self.hidden(new[:, None], cache)[:, 0]
         for _ in range(max_new_tokens):
-            logits = self.head(self.hidden(tokens, cache, pad))[:, -1]
-            pad, tokens = None, sample(logits.float(), temperature, top_k, top_p, generator)[:, None]
-            yield tokens[:, 0]
+            new = sample(self.head(step(new)).float(), temperature, top_k, top_p, generator)
+            yield new
+
+
+def prepared_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
+    """F.rms_norm with this weight, (n,) or (heads, n), without gradients. On a CPU torch 2.13 composes it of ten
+    operations, which for a few rows take longer than the matrix products around them; here are four."""
+    n = weight.shape[-1]
+    if weight.is_cuda or weight.dtype != torch.float32:  # fused there; sums in float32 there
+        if weight.dim() == 1:
+            return lambda x: F.rms_norm(x, (n,), weight, eps)
+        return lambda x: F.rms_norm(x, (n,), eps=eps) * weight
+    scaled, floor = weight * math.sqrt(n), weight.new_tensor(math.sqrt(n * eps))
+    return lambda x: (x / torch.linalg.vector_norm(x, 2, -1, True).hypot_(floor)).mul_(scaled)
+
+
+class Step:
+    """Decoder.hidden for one new token a row: the same states in a third of the time, where launching an operation
+    takes longer than doing it. No modules and no autograd; weights, the buffers that layers share, and their views are
+    made once; q and k are normed and rotated together, and whole heads at a time."""
+
+    def __init__(self, model: Decoder, cache: Cache, B: int):
+        c, weight = model.config, model.embed.weight
+        H, Hkv, D = c.n_head, c.kv_heads, c.head_size
+        self.cache, self.embed, self.rotary, self.D, self.scale = cache, weight, model.rotary, D, 1 / math.sqrt(D)
+        self.qkv = weight.new_empty(B, (H + 2 * Hkv) * D)
+        heads = self.qkv.view(B, 1, H + 2 * Hkv, D)
+        self.qk, self.parts = heads[:, 0, : H + Hkv], heads.split([H, Hkv, Hkv], dim=2)  # (B, 1, heads, D) each
+        self.grouped = (B, Hkv, H // Hkv, -1)  # the query heads of a key head, as if they were queries
+        self.gate_up = weight.new_empty(B, model.blocks[0].mlp.gate_up.out_features)
+        self.gate, self.up = self.gate_up.chunk(2, dim=-1)
+        self.layers = []
+        for block in model.blocks:
+            attention, mlp, qk_norm = block.attention, block.mlp, None
+            if c.qk_norm:
+                weights = attention.q_norm.weight.expand(H, D), attention.k_norm.weight.expand(Hkv, D)
+                qk_norm = prepared_norm(torch.cat(weights), c.norm_eps)
+            norms = [prepared_norm(norm.weight, c.norm_eps) for norm in (block.attention_norm, block.mlp_norm)]
+            matrices = [part.weight.T for part in (attention.qkv, attention.out, mlp.gate_up, mlp.out)]
+            self.layers.append((attention, qk_norm, *norms, *matrices))
+        self.norm = prepared_norm(model.norm.weight, c.norm_eps)
+        # Whatever grid() does at a token, it turns a state (3, B) into keep x state + add.
+        tokens, zeros = torch.arange(c.vocab_size, device=weight.device)[:, None], model.newlines.new_zeros
+        _, self.add = rope2d.grid(tokens, model.newlines, zeros(3, c.vocab_size), None, c.grid_reset)
+        _, ones = rope2d.grid(tokens, model.newlines, zeros(3, c.vocab_size) + 1, None, c.grid_reset)
+        self.keep = ones - self.add
+        cache.state = zeros(3, B) if cache.state is None else cache.state
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """tokens (B,) -> final states (B, C); the cache is moved on."""
+        cache, qk, D, turns = self.cache, self.qk, self.D, {}
+        index = cache.state[rope2d.INDEX]
+        for encoding, rotary in self.rotary.items():
+            cos, sin = rotary(cache.state[:, :, None])  # (B, 1, D/2)
+            turns[encoding] = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        mask = attention_mask(1, cache.length + 1, cache.pad, tokens.device)
+        x = F.embedding(tokens, self.embed)  # (B, C)
+        for layer, (attention, qk_norm, norm, mlp_norm, qkv, out, gate_up, mlp_out) in enumerate(self.layers):
+            torch.mm(norm(x), qkv, out=self.qkv)
+            q, k, v = self.parts
+            normed = qk_norm(qk) if qk_norm else qk
+            if turn := turns.get(attention.encoding):
+                torch.addcmul(normed * turn[0], normed.roll(D // 2, -1), turn[1], out=qk)
+            elif qk_norm:
+                qk.copy_(normed)
+            if attention.log_n:
+                q.mul_(((index + 1).log()[:, None] * attention.log_n_scale)[:, None, :, None])
+            if attention.encoding == "alibi":
+                q, k, v = rope2d.with_alibi(*self.parts, index[:, None], self.scale)
+            keys, values = cache.extend(layer, k.transpose(1, 2), v.transpose(1, 2))
+            y = F.scaled_dot_product_attention(q.view(self.grouped), keys, values, mask, scale=self.scale)
+            x = torch.addmm(x, y[..., :D].reshape(len(x), -1), out)
+            torch.mm(mlp_norm(x), gate_up, out=self.gate_up)
+            x = torch.addmm(x, F.silu(self.gate).mul_(self.up), mlp_out)
+        cache.length, cache.state = cache.length + 1, torch.addcmul(self.add[:, tokens], self.keep[:, tokens], cache.state)
+        return self.norm(x)
+
+    @staticmethod
+    def fits(model: Decoder) -> bool:
+        """Not for learned grids, which have a state of their own, nor autocast."""
+        encodings = {block.attention.encoding for block in model.blocks}
+        return "auto-2d-rope" not in encodings and not torch.is_autocast_enabled(model.newlines.device.type)
 
 
 def sample(

@@ -153,6 +153,18 @@ def test_memory_grows_linearly_with_length_and_logits_are_made_at_targets_alone(
     assert sum(rows) == 376 + 3001
 
 
+@pytest.mark.parametrize("encoding", ["rope", "2d-rope", "h-rope"])
+@pytest.mark.parametrize(("dtype", "first_wrong"), [(torch.float32, 200_000), (torch.bfloat16, 300)])
+def test_rounded_angles_are_right_at_small_positions_and_wrong_at_large_ones(encoding, dtype, first_wrong):
+    model, rounded = untrained(encoding, freqs="uniform"), untrained(encoding, freqs="uniform")
+    evaluation.round_angles(rounded, dtype)
+    for place, right in ((3, True), (first_wrong, False)):
+        positions = torch.full((3, 1, 4), place) + torch.arange(4)
+        for name, rotary in model.rotary.items():
+            apart = (rotary(positions)[0] - rounded.rotary[name](positions)[0]).abs().max()
+            assert (apart < (1e-5 if dtype == torch.float32 else 0.1)) == right
+
+
 # The report
 
 
