@@ -12,6 +12,8 @@ The same command goes on where a build was stopped; what is lost is the shard at
     4,096 bytes: name and version of the format, crc32 of the JSON that follows, zeros
     rows of length + 1 tokens, little-endian: the inputs are all but the last, the targets all but the first
     crc32 of each row
+
+and beside them, of a complete build, `starts`: little-endian int64, rows before each shard and in all.
 """
 
 import base64
@@ -26,6 +28,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import sysconfig
 import threading
 import zlib
@@ -271,32 +274,46 @@ class Corpus:
 
     rows, their number; length, the tokens that a model sees; tokenizer, its identity; digest, of all shards; complete,
     False if the build was stopped. FileNotFoundError if there are no shards, ValueError if they are of another
-    tokenizer, RuntimeError for damage: sizes and two headers are checked at once, the rest when it is read.
+    tokenizer, RuntimeError for damage: names and two headers are checked at once, the sizes of all shards before the
+    second read (10 ms for 2,000, which would hold up the first), all else when it is read.
     """
 
     def __init__(self, folder: str | Path, tokenizer_identity: dict | None = None):
         self.folder = Path(folder)
-        with os.scandir(folder) if self.folder.is_dir() else contextlib.nullcontext(()) as entries:
-            shards = sorted((entry.name, entry.stat().st_size) for entry in entries if entry.name.endswith(".bin"))
+        names = os.listdir(folder) if self.folder.is_dir() else ()
+        shards = sorted(name for name in names if name.endswith(".bin"))
         if not shards:
             raise FileNotFoundError(f"no shards (000000.bin) in {folder}: build some, see python data_dclm.py --help")
-        self._facts = _map(f"{folder}/{shards[0][0]}")[0][1]
+        for i, name in enumerate(shards):
+            if name != f"{i:06d}.bin":
+                raise RuntimeError(f"{folder}/{i:06d}.bin is missing, the next is {name}: {AGAIN}")
+        self._facts = _map(f"{folder}/{shards[0]}")[0][1]
         self.facts = json.loads(self._facts)
         self.length, self.tokenizer, self.dtype = (self.facts[k] for k in ("length", "tokenizer", "dtype"))
         if tokenizer_identity not in (None, self.tokenizer):
             difference = "; ".join(configurator.diff(self.tokenizer, tokenizer_identity))
             raise ValueError(f"{folder} was built with another tokenizer: {difference}")
-        row_bytes = (self.length + 1) * np.dtype(self.dtype).itemsize + 4
-        for i, (name, size) in enumerate(shards):
-            if name != f"{i:06d}.bin" or size < HEADER or (size - HEADER) % row_bytes:
-                raise RuntimeError(f"{folder}/{i:06d}.bin is missing or cut short ({name}: {size:,} bytes): {AGAIN}")
-        self.starts = np.cumsum([0] + [(size - HEADER) // row_bytes for _, size in shards])
+        self.row_bytes = (self.length + 1) * np.dtype(self.dtype).itemsize + 4
+        self.starts = np.fromfile(self.folder / "starts", "<i8") if "starts" in names else np.empty(0)
+        if len(self.starts) != len(shards) + 1:  # none, or of other shards
+            sizes = [os.path.getsize(f"{folder}/{name}") for name in shards]
+            self.starts = np.cumsum([0] + [(size - HEADER) // self.row_bytes for size in sizes])
+            self.check_sizes(sizes)
         self.rows = int(self.starts[-1])
         self.maps: dict[int, tuple[NDArray, NDArray]] = {}
+        self.reads = 0
         self.last = json.loads(self.open(len(shards) - 1))
         self.digest, self.complete = self.last["digest"], self.last["complete"]
         if not self.rows:
             raise RuntimeError(f"{folder}: no sequence of {self.length} + 1 in {self.last['tokens']} tokens")
+
+    def check_sizes(self, sizes: Sequence[int], first: int = 0) -> None:
+        """Bytes of shards first, first + 1 and so on."""
+        for i, size in enumerate(sizes, first):
+            wanted = HEADER + int(self.starts[i + 1] - self.starts[i]) * self.row_bytes
+            if size != wanted:
+                path = f"{self.folder}/{i:06d}.bin"
+                raise RuntimeError(f"{path} is cut short or too long, {size:,} bytes and not {wanted:,}: {AGAIN}")
 
     def open(self, i: int) -> bytes:
         """Maps shard i, and returns what its header says of it: JSON."""
@@ -306,6 +323,7 @@ class Corpus:
             found = json.loads(facts) | {"number and count": numbers.decode()}
             difference = configurator.diff(found, self.facts | {"number and count": f"{i} {count}"})
             raise RuntimeError(f"{path} does not belong here: {'; '.join(difference)}: {AGAIN}")
+        self.check_sizes([len(data)], i)
         while len(self.maps) >= OPEN_SHARDS:
             del self.maps[next(iter(self.maps))]
         rows = np.frombuffer(data, self.dtype, count * (self.length + 1), HEADER).reshape(count, self.length + 1)
@@ -322,6 +340,9 @@ class Corpus:
         rows = np.asarray(rows, np.int64)
         if rows.size and not 0 <= rows.min() <= rows.max() < self.rows:
             raise ValueError(f"rows from {rows.min()} to {rows.max()}: {self.folder} has {self.rows}, from 0")
+        self.reads += 1
+        if self.reads == 2:
+            self.check_sizes([os.path.getsize(f"{self.folder}/{i:06d}.bin") for i in range(len(self.starts) - 1)])
         out = np.empty((len(rows), self.length + 1), np.int64)
         shards = np.searchsorted(self.starts, rows, "right") - 1
         for k, (i, row) in enumerate(zip(shards.tolist(), (rows - self.starts[shards]).tolist(), strict=True)):
@@ -538,7 +559,14 @@ def build(config: BuildConfig) -> Corpus:
     work = partial(tokenise, tokenizer=config.tokenizer, text_field=config.text_field, dtype=facts["dtype"])
     results = in_order(work, read(said["after"]), config.processes or os.cpu_count())
     most = -(-config.max_tokens // config.length) or 2**63
-    bar = tqdm(total=config.max_tokens or None, initial=said["tokens"], unit="tok", unit_scale=True, dynamic_ncols=True)
+    bar = tqdm(
+        total=config.max_tokens or None,
+        initial=said["tokens"],
+        unit="tok",
+        unit_scale=True,
+        dynamic_ncols=True,
+        mininterval=0.2 if sys.stderr.isatty() else 10,
+    )
     with bar, contextlib.closing(results):
         while not said["complete"]:
             rest, ends, checks = np.empty(0, facts["dtype"]), np.empty(0, np.int64), []
@@ -575,7 +603,11 @@ def build(config: BuildConfig) -> Corpus:
                     raise RuntimeError(f"no room in a header of {HEADER} bytes: {text.decode()}")
                 file.seek(0)
                 file.write((b"%s\t%08x\t%s" % (MAGIC, zlib.crc32(text), text)).ljust(HEADER, b"\0"))
-    return Corpus(out)
+    if corpus is None or not corpus.complete:
+        corpus = Corpus(out)
+        with _atomic(out / "starts") as file:
+            file.write(corpus.starts.astype("<i8").tobytes())
+    return corpus
 
 
 def write_local_text(folder: str | Path) -> None:

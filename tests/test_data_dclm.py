@@ -405,14 +405,23 @@ def flip(at: int):
     ("000001.bin", lambda data: data[:100]),
     ("000001.bin", lambda data: data + b"x"),
 ])  # fmt: skip
-def test_a_shard_that_was_cut_short_is_refused_at_once(out, name, change):
+def test_a_shard_that_was_cut_short_is_refused_at_once_or_by_the_second_read(out, name, change):
+    corpus = Corpus(out)
     damage(out / name, change)
-    with pytest.raises(RuntimeError, match=r"out/000001.bin is missing or cut short .* build again"):
+    message = r"out/000001.bin is cut short or too long, [\d,]+ bytes and not [\d,]+: .* build again"
+    assert corpus.read([0]).size  # a complete build's first read is not held up
+    with pytest.raises(RuntimeError, match=message):
+        corpus.read([0])
+    with pytest.raises(RuntimeError, match="000001.bin(: header damaged| is cut short or too long)"):
+        Corpus(out).read([corpus.starts[1]])  # a read of that very shard
+    (out / "starts").unlink()
+    with pytest.raises(RuntimeError, match=message):
         Corpus(out)
 
 
 def test_a_shard_cut_to_whole_rows_is_refused_when_it_is_opened(out):
     damage(out / "000001.bin", lambda data: data[: 4096 + 2 * (33 * 2 + 4)])
+    (out / "starts").unlink()
     corpus = Corpus(out)
     with pytest.raises(
         RuntimeError, match=r"000001.bin does not belong here: number and count: '1 \d+' there, '1 2' here"
@@ -422,13 +431,28 @@ def test_a_shard_cut_to_whole_rows_is_refused_when_it_is_opened(out):
 
 def test_an_empty_shard(out):
     (out / "000002.bin").write_bytes(b"")
-    with pytest.raises(RuntimeError, match="000002.bin is missing or cut short .*0 bytes"):
+    with pytest.raises(RuntimeError, match="cannot mmap an empty file|000002.bin: header damaged"):
+        corpus = Corpus(out)
+        corpus.read([corpus.starts[2]])
+    (out / "starts").unlink()
+    with pytest.raises(RuntimeError, match="000002.bin is cut short or too long, 0 bytes"):
         Corpus(out)
+
+
+def test_starts_of_other_shards_are_not_taken(out):
+    corpus = Corpus(out)
+    rows = corpus.read(np.arange(corpus.rows))
+    for wrong in (corpus.starts[:-1], np.append(corpus.starts, 10**6)):
+        (out / "starts").write_bytes(wrong.astype("<i8").tobytes())
+        assert (Corpus(out).read(np.arange(corpus.rows)) == rows).all()
+    (out / "starts").write_bytes((corpus.starts + (corpus.starts > 0)).astype("<i8").tobytes())
+    with pytest.raises(RuntimeError, match="does not belong here: number and count"):
+        Corpus(out).read([0])
 
 
 def test_a_missing_shard(out):
     (out / "000001.bin").unlink()
-    with pytest.raises(RuntimeError, match="000001.bin is missing or cut short"):
+    with pytest.raises(RuntimeError, match="000001.bin is missing, the next is 000002.bin: delete it"):
         Corpus(out)
 
 
@@ -461,6 +485,7 @@ def test_a_shard_of_another_corpus(out, tmp_path):
 def test_shards_of_another_order(out):
     shards = shards_of(out)
     (out / "000001.bin").write_bytes(shards["000002.bin"])
+    (out / "starts").unlink()
     with pytest.raises(RuntimeError, match="000001.bin does not belong here: number and count: '2 "):
         data_dclm.verify(out)
 
