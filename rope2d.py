@@ -312,7 +312,11 @@ class Rotate(torch.autograd.Function):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns the pairs (i, i + D/2) of x (B, T, H, D) by the angles of cos, sin (B or 1, T, D/2), in float32 (float64
     if x is), returned in x's dtype. Differentiable in all three, on any device: the reference for kernels.py."""
-    return Rotate.apply(x, cos, sin)
+    if not torch.compiler.is_compiling():
+        return Rotate.apply(x, cos, sin)
+    wide = torch.promote_types(x.dtype, torch.float32)  # torch.compile fuses this with its neighbours
+    a, b, cos, sin = *x.to(wide).chunk(2, dim=-1), cos.to(wide)[:, :, None], sin.to(wide)[:, :, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
 def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

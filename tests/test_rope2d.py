@@ -107,6 +107,21 @@ def test_rotate_multiplies_pairs_half_a_head_apart_as_complex_numbers():
     assert torch.equal(rotate(half, angles.cos(), angles.sin()), exact.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_torch_compile_sees_is_the_same_rotation_with_the_same_gradients(dtype):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 3, 8, generator=g).to(dtype)
+    angles = torch.randn(2, 5, 4, generator=g)
+    results = []
+    for function in (rope2d.rotate, torch.compile(rope2d.rotate, backend="aot_eager", fullgraph=True)):
+        inputs = [t.clone().requires_grad_() for t in (x, angles.cos(), angles.sin())]
+        out = function(*inputs)
+        out.backward(torch.ones_like(out) * torch.arange(8))
+        results.append([out, *(t.grad for t in inputs)])
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype and torch.allclose(a, b, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
 def test_2d_rope_turns_half_the_pairs_by_row_and_half_by_col_and_rope_all_by_index():
     positions = torch.tensor([99, 3, 7])[:, None, None]  # (3, 1, 1)
     step = 1000.0 ** (-torch.arange(4).double() / 4)
