@@ -39,7 +39,7 @@ import rope2d
 from data_copy import IGNORE, SEPARATORS, TextCopyConfig
 from data_dclm import Corpus, Tokenizer, load_tokenizer, pad_chats
 from model import Decoder
-from report import loss_table, plot, plot_losses, table, wilson
+from report import loss_table, parse_length, plot, plot_losses, table, wilson
 from train import pick_device, rank_and_world
 
 
@@ -165,18 +165,6 @@ def verdict(wrong: torch.Tensor, margin: float) -> Verdict:
 def check_length(model: Decoder, tokens: int) -> None:
     if tokens > model.config.block_size:
         raise ValueError(f"sequence of {tokens} tokens is longer than the model's block_size={model.config.block_size}")
-
-
-def parse_length(length: int | str) -> tuple[int, int]:
-    """20 -> (20, 20); "26-50" -> (26, 50)."""
-    low, dash, high = str(length).partition("-")
-    try:
-        bounds = int(low), int(high if dash else low)
-    except ValueError:
-        bounds = 0, 0
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise ValueError(f"lengths: {length!r} is neither a length (20) nor an interval (26-50)")
-    return bounds
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""What eval.py finds, as tables and pictures. Needs numpy, and matplotlib where it draws."""
+"""Lengths to test, and what was found there, as tables and pictures. Needs numpy, and matplotlib where it draws."""
 
 import json
 import math
@@ -14,6 +14,18 @@ def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
     centre = share + z * z / (2 * n)
     spread = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, (centre - spread) / (1 + z * z / n)), min(1.0, (centre + spread) / (1 + z * z / n))
+
+
+def parse_length(length: int | str) -> tuple[int, int]:
+    """20 -> (20, 20); "26-50" -> (26, 50)."""
+    low, dash, high = str(length).partition("-")
+    try:
+        bounds = int(low), int(high if dash else low)
+    except ValueError:
+        bounds = 0, 0
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise ValueError(f"lengths: {length!r} is neither a length (20) nor an interval (26-50)")
+    return bounds
 
 
 def interval(row: dict) -> str:

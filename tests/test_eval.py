@@ -19,7 +19,7 @@ import eval as evaluation
 import rope2d
 import train
 from data_copy import NEWLINE
-from eval import EvalConfig, Verdict, copy_ladder, free_running, parse_length, teacher_forced
+from eval import EvalConfig, Verdict, copy_ladder, free_running, teacher_forced
 from model import Decoder, ModelConfig
 from report import table, wilson
 
@@ -166,17 +166,6 @@ def test_rounded_angles_are_right_at_small_positions_and_wrong_at_large_ones(enc
 
 
 # The report
-
-
-@pytest.mark.parametrize("text, bounds", [(20, (20, 20)), ("20", (20, 20)), ("26-50", (26, 50)), ("7-7", (7, 7))])
-def test_a_length_is_a_number_or_an_interval(text, bounds):
-    assert parse_length(text) == bounds
-
-
-@pytest.mark.parametrize("text", [0, -5, "0-4", "50-26", "long", "1-2-3", "", "2.5", "26-", "-26"])
-def test_a_length_that_is_neither_is_refused(text):
-    with pytest.raises(ValueError, match=f"lengths: {text!r} is neither a length"):
-        parse_length(text)
 
 
 def test_a_row_counts_its_strings(monkeypatch):

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import train
+from commonsense import CommonSenseConfig
 from configurator import configure
 from data_copy import TextCopyConfig, WriteConfig
 from data_dclm import BuildConfig
+from endpoint import EndpointConfig
 from eval import EvalConfig
 from maps import MapConfig
 from sweep import SweepConfig
@@ -24,7 +26,8 @@ COMMENTS = "\n".join(path.read_text() for path in [*ROOT.glob("config/*.py"), *R
 SHELL = "\n".join(text for language, text in BLOCKS if language == "sh")
 CLASSES = {"train.py": train.CONFIGS, "eval.py": (EvalConfig,)}
 CLASSES |= {"maps.py": (MapConfig,), "sweep.py": (SweepConfig,), "data_dclm.py": (BuildConfig,)}
-CLASSES |= {"data_copy.py": (WriteConfig, TextCopyConfig)}
+CLASSES |= {"data_copy.py": (WriteConfig, TextCopyConfig), "endpoint.py": (EndpointConfig,)}
+CLASSES |= {"commonsense.py": (CommonSenseConfig,)}
 
 
 def commands(text: str) -> list[str]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from report import plot, table, wilson
+from report import parse_length, plot, table, wilson
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,17 @@ from report import plot, table, wilson
 )
 def test_wilson_interval_has_the_known_values(hits, n, low, high):
     assert wilson(hits, n) == pytest.approx((low, high), abs=1e-4)
+
+
+@pytest.mark.parametrize("text, bounds", [(20, (20, 20)), ("20", (20, 20)), ("26-50", (26, 50)), ("7-7", (7, 7))])
+def test_a_length_is_a_number_or_an_interval(text, bounds):
+    assert parse_length(text) == bounds
+
+
+@pytest.mark.parametrize("text", [0, -5, "0-4", "50-26", "long", "1-2-3", "", "2.5", "26-", "-26"])
+def test_a_length_that_is_neither_is_refused(text):
+    with pytest.raises(ValueError, match=f"lengths: {text!r} is neither a length"):
+        parse_length(text)
 
 
 MADE = [  # rows of a report
