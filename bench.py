@@ -6,6 +6,7 @@
     python bench.py loss --repeats=3                          # output layer and loss: time, memory, gradients
     python bench.py train_step --repeats=20                   # forward, backward, AdamW: RoPE, 2D-RoPE, Hugging Face
     python bench.py generate --rows=1 --tokens=200 --layers=4 --width=128 --repeats=5  # greedy, over a KV cache
+    python bench.py copy_eval --repeats=3                     # verdicts on long copies, beside transformers' generate
     python bench.py tokenize --repeats=3                      # documents to shards, beside tiktoken and datasets.map
     python bench.py loader                                    # a batch from 2,000 shards
     python bench.py rotary --help                             # all knobs
@@ -44,9 +45,11 @@ import zstandard
 from torch import Tensor
 
 import configurator
+import data_copy
 import data_dclm
 import qwen3
 import rope2d
+from eval import free_running, teacher_forced, verdict
 from model import IGNORE, LOGITS_AT_ONCE, ChunkedLoss, Decoder, ModelConfig
 from train import pick_device
 
@@ -101,6 +104,15 @@ class DecoderConfig:
     heads: int = 4
     width: int = 256  # the MLP's hidden width is three times that
     vocab_size: int = 4096
+
+
+@dataclass
+class CopyEvalConfig:
+    """copy_eval"""
+
+    length: int = 2560  # tokens in a string
+    strings: int = 2  # every second one has a token that the model cannot copy
+    rows: int = 1  # strings side by side
 
 
 @dataclass
@@ -302,6 +314,67 @@ def generate(bench: BenchConfig, knobs: DecoderConfig, device: torch.device) -> 
     for row in rows:
         same = made[row["variant"]] == made[rows[0]["variant"]]
         row["facts"] = {"tokens_per_s": knobs.rows * n / row["median_s"], "same_tokens": same}
+    return rows
+
+
+UNKNOWN = data_copy.N_SYMBOLS - 1  # the one token that `copier` does not copy
+
+
+def copier(length: int, device: torch.device) -> Decoder:
+    """A model made by hand, in toy_copy's shape with RoPE, that copies strings of this length but for one token.
+
+    A head whose q is the same for all tokens, whose k is too, and whose q is k turned by -d attends at distance d.
+    From each token to the one whose copy comes next it is length + 2.
+    """
+    V, C, D = len(data_copy.VOCAB), 128, 128
+    config = dict(vocab_size=V, n_embd=C, head_dim=D, block_size=2 * length + 5, tie_weights=True, qk_norm=True)
+    model = Decoder(ModelConfig(**config, pos_encoding="rope"), torch.zeros(V)).requires_grad_(False)
+    attention, one = model.blocks[0].attention, torch.eye(V)
+    model.embed.weight.zero_()[:, :V], model.embed.weight[:, V] = one, 1  # a channel for each token, and one for all
+    q, k, v = attention.qkv.weight.zero_().view(3, -1, D, C)[:, 0]  # of the first head
+    angles = model.rotary["rope"].angles(torch.full((3, 1, 1), length + 2))[0, 0]  # (D/2,)
+    q[:, V], k[: D // 2, V] = torch.cat([angles.cos(), -angles.sin()]), 1
+    v[:V, :V], attention.out.weight[:V, :V] = one, one
+    v[UNKNOWN] = 0
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.weight.fill_(8)  # then the peak is 21.6 nats above its neighbours
+    return model.to(device)
+
+
+def copy_eval(bench: BenchConfig, knobs: CopyEvalConfig, device: torch.device) -> list[dict]:
+    n, separator, model, found = knobs.length, data_copy.NEWLINE, copier(knobs.length, device), {}
+    sources, places = data_copy.evaluation_strings("imbalanced", n, n, knobs.strings, 0), np.random.default_rng(0)
+    for source in sources[1::2]:
+        source[places.integers(n)] = UNKNOWN
+
+    def judged(name: str, judge: Callable) -> Passes:
+        def run() -> None:
+            groups = [sources[i : i + knobs.rows] for i in range(0, len(sources), knobs.rows)]
+            found[name] = [v.first_error for group in groups for v in judge(group)]
+
+        return {"verdicts": run}
+
+    def peer() -> Passes:
+        generate, how = hugging_face(model).generate, {"max_new_tokens": n + 1, "do_sample": False, "pad_token_id": 0}
+
+        def judge(group: list[np.ndarray]) -> list:
+            inputs, targets = map(torch.from_numpy, data_copy.pack(np.stack(group), np.full(len(group), n)))
+            prompts = inputs[:, : n + 5].to(device)
+            new = generate(prompts, attention_mask=torch.ones_like(prompts), **how)[:, n + 5 :].cpu()
+            return [verdict(wrong, float("nan")) for wrong in new != targets[:, n + 4 :]]
+
+        return judged("hugging face", judge)
+
+    makers = {
+        "teacher-forced": lambda: judged("teacher-forced", lambda group: teacher_forced(model, group, separator)),
+        "free-running": lambda: judged("free-running", lambda group: free_running(model, group, separator)),
+        "hugging face": peer,
+    }
+    rows = race("copy_eval", makers, bench, device, asdict(knobs))
+    for row in rows:
+        mine, first = found[row["variant"]], found[rows[0]["variant"]]
+        row["facts"] = {"tokens_per_s": knobs.strings * (n + 1) / row["median_s"], "right": mine.count(None)}
+        row["facts"] |= {"same_verdicts": mine == first}
     return rows
 
 
@@ -515,6 +588,7 @@ def table(rows: list[dict]) -> str:
 
 BENCHMARKS = {"rotary": (rotary, RotaryConfig), "scan": (scan, ScanConfig), "loss": (loss, LossConfig)}
 BENCHMARKS |= {"train_step": (train_step, DecoderConfig), "generate": (generate, DecoderConfig)}
+BENCHMARKS |= {"copy_eval": (copy_eval, CopyEvalConfig)}
 BENCHMARKS |= {"tokenize": (tokenize, TokenizeConfig), "loader": (loader, LoaderConfig)}
 
 

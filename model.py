@@ -436,12 +436,25 @@ def prepared_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
     """F.rms_norm with this weight, (n,) or (heads, n), without gradients. On a CPU torch 2.13 composes it of ten
     operations, which for a few rows take longer than the matrix products around them; here are four."""
     n = weight.shape[-1]
-    if weight.is_cuda or weight.dtype != torch.float32:  # fused there; sums in float32 there
-        if weight.dim() == 1:
-            return lambda x: F.rms_norm(x, (n,), weight, eps)
-        return lambda x: F.rms_norm(x, (n,), eps=eps) * weight
-    scaled, floor = weight * math.sqrt(n), weight.new_tensor(math.sqrt(n * eps))
-    return lambda x: (x / torch.linalg.vector_norm(x, 2, -1, True).hypot_(floor)).mul_(scaled)
+    if weight.device.type == "cpu" and weight.dtype == torch.float32:
+        scaled, floor = weight * math.sqrt(n), weight.new_tensor(math.sqrt(n * eps))
+        return lambda x: (x / torch.linalg.vector_norm(x, 2, -1, True).hypot_(floor)).mul_(scaled)
+    if weight.dim() == 1:
+        return lambda x: F.rms_norm(x, (n,), weight, eps)
+    return lambda x: F.rms_norm(x, (n,), eps=eps) * weight
+
+
+def head_turns(rotary: rope2d.Rotary) -> Tensor:
+    """What a step along index, row and col turns a whole head's channels by: (3, 1, D) int64, in Rotary.turns' unit.
+
+    The first half is negative: cosines stay what they are, and sines get the signs that they have in a rotation."""
+    turns = rotary.turns  # (planes, n)
+    if rotary.log_scale is not None:
+        fractions = turns.to(rope2d.wide_dtype(turns)) * (rope2d.RADIANS / math.tau)
+        turns = rope2d.to_turns(fractions * rotary.log_scale.exp())
+    half = turns.new_zeros(3, *turns.shape)
+    half[rotary.planes, range(len(turns))] = turns
+    return torch.cat([-half.flatten(1), half.flatten(1)], dim=1)[:, None]
 
 
 class Step:
@@ -452,11 +465,13 @@ class Step:
     def __init__(self, model: Decoder, cache: Cache, B: int):
         c, weight = model.config, model.embed.weight
         H, Hkv, D = c.n_head, c.kv_heads, c.head_size
-        self.cache, self.embed, self.rotary, self.D, self.scale = cache, weight, model.rotary, D, 1 / math.sqrt(D)
+        self.cache, self.embed, self.D, self.scale = cache, weight, D, 1 / math.sqrt(D)
+        self.turns = {encoding: head_turns(rotary) for encoding, rotary in model.rotary.items()}
         self.qkv = weight.new_empty(B, (H + 2 * Hkv) * D)
         heads = self.qkv.view(B, 1, H + 2 * Hkv, D)
-        self.qk, self.parts = heads[:, 0, : H + Hkv], heads.split([H, Hkv, Hkv], dim=2)  # (B, 1, heads, D) each
-        self.grouped = (B, Hkv, H // Hkv, -1)  # the query heads of a key head, as if they were queries
+        self.qk, self.apart = heads[:, 0, : H + Hkv], heads.split([H, Hkv, Hkv], dim=2)  # (B, 1, heads, D) each
+        self.groups = (B, Hkv, H // Hkv, -1)  # the query heads of a key head, as if they were queries
+        self.grouped = self.group(*self.apart)
         self.gate_up = weight.new_empty(B, model.blocks[0].mlp.gate_up.out_features)
         self.gate, self.up = self.gate_up.chunk(2, dim=-1)
         self.layers = []
@@ -467,7 +482,8 @@ class Step:
                 qk_norm = prepared_norm(torch.cat(weights), c.norm_eps)
             norms = [prepared_norm(norm.weight, c.norm_eps) for norm in (block.attention_norm, block.mlp_norm)]
             matrices = [part.weight.T for part in (attention.qkv, attention.out, mlp.gate_up, mlp.out)]
-            self.layers.append((attention, qk_norm, *norms, *matrices))
+            log_n = attention.log_n_scale if attention.log_n else None
+            self.layers.append((attention.encoding, qk_norm, log_n, *norms, *matrices))
         self.norm = prepared_norm(model.norm.weight, c.norm_eps)
         # Whatever grid() does at a token, it turns a state (3, B) into keep x state + add.
         tokens, zeros = torch.arange(c.vocab_size, device=weight.device)[:, None], model.newlines.new_zeros
@@ -476,33 +492,39 @@ class Step:
         self.keep = ones - self.add
         cache.state = zeros(3, B) if cache.state is None else cache.state
 
+    def group(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, 1, heads, D) each -> (B, Hkv, H / Hkv, D), and (B, Hkv, 1, D) twice."""
+        return q.view(self.groups), k.transpose(1, 2), v.transpose(1, 2)
+
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens (B,) -> final states (B, C); the cache is moved on."""
-        cache, qk, D, turns = self.cache, self.qk, self.D, {}
-        index = cache.state[rope2d.INDEX]
-        for encoding, rotary in self.rotary.items():
-            cos, sin = rotary(cache.state[:, :, None])  # (B, 1, D/2)
-            turns[encoding] = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        cache, at, qk, D = self.cache, self.cache.state, self.qk, self.D
+        rotations = {}
+        for encoding, turns in self.turns.items():
+            angles = (at[:, :, None] * turns).sum(0).float().mul_(rope2d.RADIANS)[:, None]  # (B, 1, D)
+            rotations[encoding] = angles.cos(), angles.sin()
         mask = attention_mask(1, cache.length + 1, cache.pad, tokens.device)
-        x = F.embedding(tokens, self.embed)  # (B, C)
-        for layer, (attention, qk_norm, norm, mlp_norm, qkv, out, gate_up, mlp_out) in enumerate(self.layers):
+        x = self.embed.index_select(0, tokens)  # (B, C)
+        for layer, (encoding, qk_norm, log_n, norm, mlp_norm, qkv, out, gate_up, mlp_out) in enumerate(self.layers):
             torch.mm(norm(x), qkv, out=self.qkv)
-            q, k, v = self.parts
             normed = qk_norm(qk) if qk_norm else qk
-            if turn := turns.get(attention.encoding):
-                torch.addcmul(normed * turn[0], normed.roll(D // 2, -1), turn[1], out=qk)
+            if encoding in rotations:
+                cos, sin = rotations[encoding]
+                torch.addcmul(normed * cos, normed.roll(D // 2, -1), sin, out=qk)
             elif qk_norm:
                 qk.copy_(normed)
-            if attention.log_n:
-                q.mul_(((index + 1).log()[:, None] * attention.log_n_scale)[:, None, :, None])
-            if attention.encoding == "alibi":
-                q, k, v = rope2d.with_alibi(*self.parts, index[:, None], self.scale)
-            keys, values = cache.extend(layer, k.transpose(1, 2), v.transpose(1, 2))
-            y = F.scaled_dot_product_attention(q.view(self.grouped), keys, values, mask, scale=self.scale)
-            x = torch.addmm(x, y[..., :D].reshape(len(x), -1), out)
+            if log_n is not None:
+                self.apart[0].mul_(((at[rope2d.INDEX] + 1).log()[:, None] * log_n)[:, None, :, None])
+            q, k, v = self.grouped
+            if encoding == "alibi":
+                q, k, v = self.group(*rope2d.with_alibi(*self.apart, at[rope2d.INDEX, :, None], self.scale))
+            keys, values = cache.extend(layer, k, v)
+            y = F.scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)[..., :D]
+            x = torch.addmm(x, y.reshape(len(x), -1), out)
             torch.mm(mlp_norm(x), gate_up, out=self.gate_up)
             x = torch.addmm(x, F.silu(self.gate).mul_(self.up), mlp_out)
-        cache.length, cache.state = cache.length + 1, torch.addcmul(self.add[:, tokens], self.keep[:, tokens], cache.state)
+        cache.length += 1
+        cache.state = self.keep.index_select(1, tokens).mul_(at).add_(self.add.index_select(1, tokens))
         return self.norm(x)
 
     @staticmethod

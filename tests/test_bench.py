@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -218,6 +219,35 @@ def test_generate_gives_the_tokens_of_transformers(monkeypatch, tmp_path, rows):
     ours, theirs = json.loads(file.read_text())["rows"]
     assert (ours["variant"], theirs["variant"]) == ("ours", "hugging face") and theirs["facts"]["same_tokens"]
     assert theirs["facts"]["tokens_per_s"] == pytest.approx(12 * rows / theirs["median_s"])
+
+
+@pytest.mark.parametrize("n", [1, 3, 300])
+def test_the_copier_copies_strings_of_its_length_but_for_one_token(n):
+    model, string = bench.copier(n, torch.device("cpu")), np.arange(n) % bench.UNKNOWN  # all other symbols
+    strings = [string, *np.tile(string, (3, 1))]
+    for place, flawed in zip((0, n // 2, n - 1), strings[1:], strict=True):
+        flawed[place] = bench.UNKNOWN
+    verdicts = bench.teacher_forced(model, strings, bench.data_copy.NEWLINE)
+    assert [v.first_error for v in verdicts] == [None, 0, n // 2, n - 1]
+    assert verdicts[0].margin > 5 and all(v.errors == 1 and v.margin < -5 for v in verdicts[1:])
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_copy_eval_compares_first_errors(monkeypatch, tmp_path, shift):
+    pytest.importorskip("transformers")
+    file, judge = tmp_path / "bench.json", bench.teacher_forced
+
+    def shifted(*how):
+        return [v._replace(first_error=v.first_error and v.first_error + shift) for v in judge(*how)]
+
+    monkeypatch.setattr(bench, "teacher_forced", shifted)
+    knobs = ["--length=40", "--strings=5", "--rows=3", "--repeats=1", "--device=cpu"]
+    run(monkeypatch, "copy_eval", *knobs, f"--json={file}")
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["variant"] for row in rows] == ["teacher-forced", "free-running", "hugging face"]
+    assert [row["facts"]["same_verdicts"] for row in rows] == [True, not shift, not shift]
+    for row in rows:
+        assert row["facts"]["right"] == 3 and row["facts"]["tokens_per_s"] == pytest.approx(5 * 41 / row["median_s"])
 
 
 def test_tokenize_counts_the_same_tokens_everywhere():

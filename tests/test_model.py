@@ -193,6 +193,82 @@ def test_greedy_generation_is_the_argmax_of_full_forwards(pattern):
         assert new == sequence[len(prompt) :]
 
 
+SETTINGS = {
+    "plain": {},
+    "one key head": dict(n_kv_head=1, logit_scale="log_n"),
+    "qk_norm": dict(n_kv_head=2, qk_norm=True, tie_weights=True, grid_reset=4),
+    "learned": dict(qk_norm=True, freqs="uniform", freqs_learned=True, rotary_fraction=0.5, logit_scale="log_n"),
+}
+
+
+@pytest.mark.parametrize("pattern", [*FIXED, "alibi+rope"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_step_gives_the_states_of_the_full_forward(pattern, settings):
+    m, tokens, pad = build(pattern, **settings), random_tokens(3, 30), torch.tensor([0, 9, 4])
+    for name, p in m.named_parameters():
+        if name.endswith(("log_n_scale", "log_scale")):
+            p.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
+    for prompt, padding, atol in ((12, pad, 1e-4), (0, None, 1e-4), (12, pad, 1e-6)):
+        m = m.double() if atol < 1e-4 else m
+        cache, other = m.new_cache(30), m.new_cache()
+        expected = m.hidden(tokens, other, padding)
+        m.prefill(tokens[:, :prompt], cache, padding)
+        with torch.inference_mode():
+            step = model.Step(m, cache, 3)
+            states = torch.stack([step(token) for token in tokens[:, prompt:].unbind(1)], 1)
+        close(states, expected[:, prompt:], atol)
+        assert cache.length == 30 and torch.equal(cache.state, other.state)
+        for mine, theirs in zip(cache.keys + cache.values, other.keys + other.values, strict=True):
+            close(mine[0, :, :30], theirs[0, :, :30], atol)
+
+
+@pytest.mark.parametrize("pattern", [*FIXED, "auto-2d-rope", "auto-2d-rope sigmoid"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_generation_takes_steps_wherever_they_fit(pattern, autocast, monkeypatch):
+    m, prompts, lengths, hidden = build(pattern, n_kv_head=2), [[7, 1, 2], [4]], [], Decoder.hidden
+    monkeypatch.setattr(Decoder, "hidden", lambda *a, **k: [lengths.append(a[1].shape[1]), hidden(*a, **k)][1])
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert len(list(m.generate(prompts, 5))) == 5
+    assert lengths == ([2, 1, 1, 1, 1, 1] if autocast or "auto" in pattern else [2])
+
+
+@pytest.mark.parametrize("pattern", FIXED)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_bfloat16_steps_are_as_close_to_float32_as_the_full_forward(pattern, qk_norm):
+    m, tokens = build(pattern, n_kv_head=2, init_std=0.1, qk_norm=qk_norm), random_tokens(2, 30)
+    exact, cache = m.hidden(tokens), m.new_cache()
+    whole = m.bfloat16().hidden(tokens)
+    with torch.inference_mode():
+        step = model.Step(m, cache, 2)
+        states = torch.stack([step(token) for token in tokens.unbind(1)], 1)
+    assert states.dtype == torch.bfloat16 and cache.keys[0].dtype == torch.bfloat16
+    errors = [(x.float() - exact).square().mean().sqrt() for x in (states, whole)]
+    assert errors[0] < 1.3 * errors[1] < 0.04 * exact.std(), errors
+
+
+def test_generation_makes_room_once_and_never_copies_its_cache(monkeypatch):
+    m, caches, places, new_cache = build("2d-rope"), [], set(), Decoder.new_cache
+    monkeypatch.setattr(Decoder, "new_cache", lambda *a: [caches.append(new_cache(*a)), caches[-1]][1])
+    for _ in m.generate([[7, 1, 2]], 40):
+        places.add((*(t.data_ptr() for t in caches[0].keys + caches[0].values), caches[0].keys[0].shape[2]))
+    assert len(places) == 1 and places.pop()[-1] == 42  # the last token needs no place
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(24,), (5, 24)])
+def test_prepared_norms_follow_the_formula(dtype, shape):
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(3, 5, 24, generator=g), torch.rand(shape, generator=g)
+    x[0] *= 1e-3  # as small as eps
+    x[1], x[2, 0] = 1e4 * x[1], 0
+    x, weight = x.to(dtype), weight.to(dtype)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    result = model.prepared_norm(weight, 1e-6)(x)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), expected, rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
 def test_generation_is_a_function_of_its_seed_and_of_top_k():
     m, prompts = build(), [[1, 2, 3], [4]]
 
