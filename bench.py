@@ -280,21 +280,29 @@ def train_step(bench: BenchConfig, knobs: DecoderConfig, device: torch.device) -
 
         return {"step": step}
 
-    def ours(encoding: str) -> Passes:
+    def ours(encoding: str, name: str, compiler: Callable = lambda model: model) -> Passes:
         model, n = decoder(knobs, T, encoding, device), B * (T - 1)
-        return trainer(encoding, model, lambda x: model(x, F.pad(x[:, 1:], (0, 1), value=IGNORE)) / n, model)
+        run = compiler(model)
+        return trainer(name, model, lambda x: run(x, F.pad(x[:, 1:], (0, 1), value=IGNORE)) / n, model)
 
-    def peer() -> Passes:
-        run = functools.partial(model := hugging_face(decoder(knobs, T, "rope", device)), use_cache=False)
-        return trainer("hugging face", model, lambda x: run(x, labels=x).loss, lambda x: run(x).logits)
+    def peer(name: str, compiler: Callable = lambda model: model) -> Passes:
+        model = hugging_face(decoder(knobs, T, "rope", device))
+        run = functools.partial(compiler(model), use_cache=False)
+        return trainer(name, model, lambda x: run(x, labels=x).loss, lambda x: model(x, use_cache=False).logits)
 
-    makers = {"rope": lambda: ours("rope"), "2d-rope": lambda: ours("2d-rope"), "hugging face": peer}
+    makers = {
+        "rope": lambda: ours("rope", "rope"),
+        "2d-rope": lambda: ours("2d-rope", "2d-rope"),
+        "hugging face": lambda: peer("hugging face"),
+        "rope compiled": lambda: ours("rope", "rope compiled", torch.compile),
+        "hugging face compiled": lambda: peer("hugging face compiled", torch.compile),
+    }
     rows = race("train_step", makers, bench, device, asdict(knobs) | {"dtype": "float32"})
     for row in rows:
         row["facts"] = {"tokens_per_s": B * T / row["median_s"]}
-        if row["variant"] == "hugging face" and "rope" in curves:
+        if "hugging face" in (name := row["variant"]) and "rope" in curves:
             pairs = {"logits": logits, "losses": {name: torch.stack(curve) for name, curve in curves.items()}}
-            row["facts"] |= {what: float((x["hugging face"] - x["rope"]).abs().max()) for what, x in pairs.items()}
+            row["facts"] |= {what: float((x[name] - x["rope"]).abs().max()) for what, x in pairs.items()}
     return rows
 
 
@@ -576,13 +584,13 @@ def add(path: Path, rows: list[dict]) -> None:
 
 def table(rows: list[dict]) -> str:
     """A line a row."""
-    lines = [f"{'pass':18}{'variant':16}{'median ms':>11}{'min':>10}{'max':>10}{'x':>7}{'peak MB':>9}"]
+    lines = [f"{'pass':18}{'variant':24}{'median ms':>11}{'min':>10}{'max':>10}{'x':>7}{'peak MB':>9}"]
     for row in rows:
         median, low, high = (1e3 * row[name] for name in ("median_s", "min_s", "max_s"))
         peak = f"{row['peak_bytes'] / 1e6:>9.1f}" if "peak_bytes" in row else ""
         facts = "".join(f"  {name} {value:.4g}" for name, value in row.get("facts", {}).items())
         times = f"{median:>11.3f}{low:>10.3f}{high:>10.3f}{row['x']:>7.2f}"
-        lines.append(f"{row['pass']:18}{row['variant']:16}{times}{peak}{facts}")
+        lines.append(f"{row['pass']:18}{row['variant']:24}{times}{peak}{facts}")
     return "\n".join(lines)
 
 

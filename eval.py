@@ -82,6 +82,8 @@ class EvalConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
         if not self.repeat_p or not all(0 <= p <= 1 for p in self.repeat_p):
             raise ValueError(f"repeat_p={self.repeat_p}: expected shares between 0 and 1")
+        if self.angles != "exact" and self.free_running:
+            raise ValueError(f"angles={self.angles!r}: decoding has exact angles; leave free_running=False")
 
 
 class Verdict(NamedTuple):

@@ -191,13 +191,18 @@ SMALL = ["--layers=2", "--heads=2", "--width=32", "--vocab_size=64", "--device=c
 
 def test_train_step_follows_transformers_step_by_step(monkeypatch, tmp_path):
     pytest.importorskip("transformers")
-    file = tmp_path / "bench.json"
+    file, compiled = tmp_path / "bench.json", []
+    monkeypatch.setattr(
+        torch, "compile", lambda model: [compiled.append(type(model).__name__), model][1]
+    )  # in a moment
     run(monkeypatch, "train_step", *SMALL, "--rows=2", "--tokens=40", "--repeats=20", f"--json={file}")
     rows = {row["variant"]: row for row in json.loads(file.read_text())["rows"]}
-    assert list(rows) == ["rope", "2d-rope", "hugging face"]
+    assert list(rows) == ["rope", "2d-rope", "hugging face", "rope compiled", "hugging face compiled"]
+    assert compiled == ["Decoder", "Qwen3ForCausalLM"]
     for row in rows.values():
         assert row["pass"] == "step" and row["facts"]["tokens_per_s"] == pytest.approx(80 / row["median_s"])
-    assert rows["hugging face"]["facts"]["logits"] < 1e-4 and rows["hugging face"]["facts"]["losses"] < 1e-3
+    for name in ("hugging face", "hugging face compiled"):
+        assert rows[name]["facts"]["logits"] < 1e-4 and rows[name]["facts"]["losses"] < 1e-3
     assert rows["2d-rope"]["facts"].keys() == {"tokens_per_s"}
 
 

@@ -277,6 +277,7 @@ def test_the_script_writes_rows_and_plot_and_prints_the_table(runs, tmp_path, mo
         (dict(runs=("out/missing",)), FileNotFoundError, "out/missing: no such checkpoint"),
         (dict(repeat_p=()), ValueError, r"repeat_p=\(\): expected shares"),
         (dict(repeat_p=(0.5, 1.5)), ValueError, r"repeat_p=\(0.5, 1.5\): expected shares"),
+        (dict(angles="float32", free_running=True), ValueError, "angles='float32': decoding has exact angles"),
         (dict(chunk=0), ValueError, "chunk=0"),
         (dict(chunk=-4), ValueError, "chunk=-4"),
         (dict(device="cuda"), ValueError, "device='cuda': not on this machine"),
