@@ -16,7 +16,7 @@ The same command goes on where a build was stopped; what is lost is the shard at
 and beside them, of a complete build, `starts`: little-endian int64, rows before each shard and in all.
 """
 
-import base64
+import binascii
 import contextlib
 import glob
 import hashlib
@@ -191,7 +191,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise FileNotFoundError(f"tokenizer={name!r}: expected llama3 ({brings}), a path of {hint}")
     try:
         lines = [line.split() for line in path.read_bytes().splitlines()]
-        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        ranks = {binascii.a2b_base64(token): int(rank) for token, rank in lines}
     except ValueError as error:
         raise ValueError(f"{path}: expected lines of base64 and rank, as in Llama-3's tokenizer.model") from error
     if sorted(ranks.values()) != list(range(128_000)):
@@ -483,8 +483,11 @@ def in_order(function: Callable, blocks: Iterable[Block], processes: int) -> Ite
     if processes == 1:
         yield from ((block, function(block)) for block in blocks)
         return
-    pool, waiting = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start_worker), []
+    # A fork has the tokenizer already; elsewhere it is not safe. It comes before any reader has threads.
+    how = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    pool, waiting = ProcessPoolExecutor(processes, how, _start_worker), []
     try:
+        pool.submit(int)  # starts the workers
         for block in blocks:
             waiting.append((block, pool.submit(function, block)))
             if len(waiting) > 2 * processes:
