@@ -61,6 +61,7 @@ class EvalConfig:
     # Of rotations: exact, as in training, or position x frequency in these types, as other code has it.
     angles: Literal["exact", "float32", "bfloat16"] = "exact"
     free_running: bool = False  # decode token by token instead of one parallel forward
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the matrix products
     chunk: int = 512  # tokens that go through the model at a time; memory grows with it
     batch_tokens: int = 16384  # tokens of strings that are evaluated together
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first of these that there is
@@ -303,7 +304,7 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 10,
     )
-    rows = []
+    rows, precision = [], torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
     for run, model, trained, task, kind, p in work:
         for bounds, n in zip(lengths, samples, strict=True):
             bar.set_description(f"{trained['pos_encoding']} {task} {bounds[1]}")
@@ -313,8 +314,10 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
                 "seed": trained["seed"],
                 "trained_to": longest_trained(trained),
                 "step": trained["steps_done"],
+                "dtype": config.dtype,
             }
-            rows.append(about | evaluate(model, trained, task, kind, bounds, n, config, bar, p))
+            with precision:
+                rows.append(about | evaluate(model, trained, task, kind, bounds, n, config, bar, p))
             if rows[-1]["exact_match"] < {"never": 0, "failure": 1, "zero": 1e-9}[config.stop]:
                 break
     bar.close()

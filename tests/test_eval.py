@@ -200,6 +200,17 @@ def test_a_ladder_stops_where_it_is_told(runs):
         assert without(rows) == without(whole[:n])
 
 
+def test_bfloat16_verdicts_are_close_to_those_in_float32(runs):
+    rows, half = (
+        copy_ladder(config_for(runs["2d-rope"], lengths=("1-4",), samples=(20,), dtype=dtype))
+        for dtype in ("float32", "bfloat16")
+    )
+    assert {row["dtype"] for row in half} == {"bfloat16"} and without(half, "dtype") != without(rows, "dtype")
+    for a, b in zip(rows, half, strict=True):
+        assert b["exact_match"] == pytest.approx(a["exact_match"], abs=0.1)
+        assert b["margin"] == pytest.approx(a["margin"], abs=0.3)
+
+
 def test_repeat_structure_is_tried_at_every_p(runs):
     how = dict(tasks=("repeat-structure", "uniform"), lengths=(20,), samples=(6,), repeat_p=(0.5, 1.0))
     rows = copy_ladder(config_for(runs["2d-rope"], **how))
