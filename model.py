@@ -197,7 +197,11 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         H, Hkv, D = self.H, self.Hkv, self.D
         q, k, v = self.qkv(x).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, heads, D)
-        q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(self.q_norm, nn.RMSNorm):  # its weight in q's dtype, which autocast may have made bfloat16
+            q, k = (
+                F.rms_norm(x, (D,), norm.weight.to(x.dtype), norm.eps)
+                for x, norm in ((q, self.q_norm), (k, self.k_norm))
+            )
         if self.log_n:
             visible = (place.positions[rope2d.INDEX] + 1).clamp(min=1)  # (B, T)
             q = q * (visible.log()[..., None] * self.log_n_scale)[..., None].to(q.dtype)

@@ -389,6 +389,15 @@ def test_bfloat16_model_runs_close_to_float32(pattern):
     assert (rounded.float() - exact).square().mean().sqrt() < 0.03 * exact.std()
 
 
+def test_qk_norm_under_autocast_is_close_to_float32_and_takes_no_slow_path(recwarn):
+    m, tokens = build("h-rope", qk_norm=True, init_std=0.1), random_tokens(2, 30)
+    exact = m(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = m(tokens)
+    assert (rounded.float() - exact).square().mean().sqrt() < 0.03 * exact.std()
+    assert not [str(warning.message) for warning in recwarn if "fused" in str(warning.message)]
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A checkpoint such as train.py writes, and what is in it."""
