@@ -1,7 +1,7 @@
 """A run's directory: checkpoints that survive a kill, logs that are cut back to where a run goes on.
 
-    save(payload, "out/run/last.pt")                      # a kill leaves the old file or the new one, whole
-    model = load_model(read("out/run/last.pt"))           # weights_only, checksums compared
+save(payload, "out/run/last.pt")                      # a kill leaves the old file or the new one, whole
+model = load_model(read("out/run/last.pt"))           # weights_only, checksums compared
 """
 
 import json

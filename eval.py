@@ -337,7 +337,7 @@ def text_losses(config: EvalConfig) -> list[dict]:
         sizes = torch.tensor([len(piece) for piece in tokenizer.token_bytes], device=device)
         windows = corpus.order(np.arange(min(config.windows, corpus.rows)), 0)
         losses, n_bytes = torch.zeros(len(windows), dtype=torch.float64), 0
-        for i in tqdm(range(rank, len(windows), world), desc=run, unit="window", disable=rank != 0):
+        for i in tqdm(range(rank, len(windows), world), desc=run, unit="window", mininterval=1, disable=rank != 0):
             window = torch.from_numpy(corpus.read(windows[i : i + 1])).to(device)
             with torch.inference_mode():
                 losses[i] = model(window[:, :-1], window[:, 1:]).item() / corpus.length
