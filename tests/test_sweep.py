@@ -1,13 +1,16 @@
 """sweep.py: what is trained and tested, what is left alone the second time, what the report says of it."""
 
 import json
+import shlex
 import subprocess
 import sys
 
 import matplotlib.image
 import pytest
 
+import configurator
 import sweep
+import train
 from sweep import SweepConfig
 
 TINY = "--n_layer=1 --n_embd=16 --head_dim=8 --batch_size=4 --max_length=4 --device=cpu --freqs=uniform"
@@ -101,3 +104,11 @@ def test_the_table_counts_a_length_only_if_every_task_and_shorter_one_is_perfect
 def test_wrong_values_are_refused(changes, match):
     with pytest.raises(ValueError, match=match):
         SweepConfig(**changes)
+
+
+@pytest.mark.parametrize("name", ["figure4", "sweep_auto", "sweep_encodings"])
+def test_every_run_of_a_config_is_one_that_train_understands(name):
+    config = configurator.configure(SweepConfig, argv=[f"config/{name}.py"])
+    made = [configurator.configure(*train.CONFIGS, argv=shlex.split(run)[1:]) for run in config.runs]
+    assert len({str(configs) for configs in made}) == len(config.runs)  # no two are the same
+    assert len(config.samples) == len(config.lengths) and {configs[-1].task for configs in made} == {"copy"}
