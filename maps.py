@@ -189,7 +189,7 @@ def plot_layers(model: Decoder, tokens: Tensor, source: np.ndarray, separator: i
         verdicts = [without_attention(model, layers, source, separator) for layers in ({layer}, everyone - {layer})]
         beside.append(" / ".join(f"{(v.targets - v.errors) / v.targets:.0%}" for v in verdicts))
     plt = pyplot()
-    size = max(4.5, 0.6 * weights.shape[1] + 2.6), 0.32 * len(weights) + 1.4
+    size = max(4.5, 0.6 * weights.shape[1] + 2.6), max(3.0, 0.32 * len(weights) + 1.4)
     figure, panel = plt.subplots(figsize=size, layout="constrained")
     drawn = panel.imshow(weights.numpy(), "gist_heat_r", vmin=0, vmax=1, aspect="auto")
     for (layer, head), weight in np.ndenumerate(weights.numpy()):
@@ -200,7 +200,7 @@ def plot_layers(model: Decoder, tokens: Tensor, source: np.ndarray, separator: i
     panel.set(xlabel="head", ylabel="layer")
     right = panel.secondary_yaxis("right")
     right.set_yticks(range(len(weights)), beside, fontsize=8)
-    right.set_ylabel("right tokens without this layer's attention / without the others'", fontsize=8)
+    right.set_ylabel("right tokens without this layer's\nattention / without the others'", fontsize=8)
     figure.colorbar(drawn, ax=panel, label="weight on the token to write next")
     figure.suptitle(f"{run}\n{model.config.pos_encoding}, a string of {n:,} tokens", fontsize=9)
     figure.savefig(path, dpi=150)
