@@ -55,9 +55,8 @@ class EvalConfig:
     samples: tuple[int, ...] = (20,)  # strings for each task and length; one number for all lengths, or one for each
     eval_seed: int = 0  # of the strings
     repeat_p: tuple[float, ...] = (0.9,)  # repeat-structure: shares of a base's repetitions to keep, each in turn
-    stop: Literal["never", "failure", "zero"] = (
-        "never"  # leave out lengths behind one with a wrong copy, or no right one
-    )
+    # Leave out lengths behind one with a wrong copy (failure), or without a right one (zero).
+    stop: Literal["never", "failure", "zero"] = "never"
     # Of rotations: exact, as in training, or position x frequency in these types, as other code has it.
     angles: Literal["exact", "float32", "bfloat16"] = "exact"
     free_running: bool = False  # decode token by token instead of one parallel forward
