@@ -369,7 +369,7 @@ def copy_eval(bench: BenchConfig, knobs: CopyEvalConfig, device: torch.device) -
             inputs, targets = map(torch.from_numpy, data_copy.pack(np.stack(group), np.full(len(group), n)))
             prompts = inputs[:, : n + 5].to(device)
             new = generate(prompts, attention_mask=torch.ones_like(prompts), **how)[:, n + 5 :].cpu()
-            return [verdict(wrong, float("nan")) for wrong in new != targets[:, n + 4 :]]
+            return [verdict(wrong) for wrong in new != targets[:, n + 4 :]]
 
         return judged("hugging face", judge)
 

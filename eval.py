@@ -61,7 +61,7 @@ class EvalConfig:
     angles: Literal["exact", "float32", "bfloat16"] = "exact"
     free_running: bool = False  # decode token by token instead of one parallel forward
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the matrix products
-    chunk: int = 512  # tokens that go through the model at a time; memory grows with it
+    chunk: int = 1024  # tokens that go through the model at a time; memory grows with it
     batch_tokens: int = 16384  # tokens of strings that are evaluated together
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first of these that there is
     out_dir: str = "out/eval"  # accuracy.json and accuracy.png go here
@@ -93,9 +93,10 @@ class Verdict(NamedTuple):
     errors: int  # of them wrong
     first_error: int | None  # position of the first
     margin: float  # smallest lead of the right token's logit over the best other one; negative where it is wrong
+    weakest: int | None = None  # position of that lead; None where there are no logits
 
 
-def teacher_forced(model: Decoder, sources: Sequence[np.ndarray], separator: int, chunk: int = 512) -> list[Verdict]:
+def teacher_forced(model: Decoder, sources: Sequence[np.ndarray], separator: int, chunk: int = 1024) -> list[Verdict]:
     """Verdicts on strings of any lengths, by one forward in chunks. ValueError beyond the model's block_size."""
     lengths = np.array([len(s) for s in sources])
     padded = np.zeros((len(sources), lengths.max()), np.int64)
@@ -122,7 +123,7 @@ def judge(model: Decoder, inputs: np.ndarray, targets: np.ndarray, chunk: int) -
                 lead = logits.gather(1, right) - logits.scatter(1, right, -math.inf).amax(1, keepdim=True)
                 leads.append((want.nonzero()[:, 0].cpu(), lead[:, 0].cpu()))
     row, lead = torch.cat([r for r, _ in leads]), torch.cat([x for _, x in leads])
-    return [verdict(~(lead[row == i] > 0), lead[row == i].min().item()) for i in range(len(inputs))]
+    return [verdict(~(own > 0), own) for own in (lead[row == i] for i in range(len(inputs)))]
 
 
 def free_running(model: Decoder, sources: Sequence[np.ndarray], separator: int) -> list[Verdict]:
@@ -135,7 +136,7 @@ def free_running(model: Decoder, sources: Sequence[np.ndarray], separator: int) 
     longest = max(map(len, answers))
     check_length(model, 2 * longest + 3)
     written = torch.stack([t.cpu() for t in model.generate(prompts, longest)], dim=1)  # (B, longest)
-    return [verdict(out[: len(answer)] != answer, math.nan) for out, answer in zip(written, answers, strict=True)]
+    return [verdict(out[: len(answer)] != answer) for out, answer in zip(written, answers, strict=True)]
 
 
 def judge_text(model: Decoder, tokenizer: Tokenizer, records: Sequence[dict], free: bool, chunk: int) -> list[Verdict]:
@@ -159,9 +160,11 @@ def judge_text(model: Decoder, tokenizer: Tokenizer, records: Sequence[dict], fr
     return verdicts
 
 
-def verdict(wrong: torch.Tensor, margin: float) -> Verdict:
+def verdict(wrong: torch.Tensor, lead: torch.Tensor | None = None) -> Verdict:
+    """Of one string: which of its targets are wrong, and by how much each leads, where that is known."""
     first = int(wrong.float().argmax()) if wrong.any() else None
-    return Verdict(len(wrong), int(wrong.sum()), first, margin)
+    margin, weakest = (math.nan, None) if lead is None else (lead.min().item(), int(lead.argmin()))
+    return Verdict(len(wrong), int(wrong.sum()), first, margin, weakest)
 
 
 def check_length(model: Decoder, tokens: int) -> None:
@@ -231,6 +234,7 @@ def evaluate(
         "only_closing_wrong": sum(v.first_error == v.targets - 1 for v in results) / samples,
         "first_errors": [v.first_error for v in results],
         "margin": None if config.free_running else min(v.margin for v in results),
+        "margins": None if config.free_running else [[v.margin, v.weakest] for v in results],  # and where
         "seconds": round(time.perf_counter() - began, 3),
     }
 

@@ -398,7 +398,7 @@ class Decoder(nn.Module):
         return Cache(self.config.n_layer, self.config.block_size, room)
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor, cache: Cache, pad: Tensor | None = None, chunk: int = 512) -> None:
+    def prefill(self, tokens: Tensor, cache: Cache, pad: Tensor | None = None, chunk: int = 1024) -> None:
         """Puts tokens (B, T) into the cache, `chunk` at a time, so that memory grows linearly with length."""
         for start in range(0, tokens.shape[1], chunk):
             self.hidden(tokens[:, start : start + chunk], cache, pad if start == 0 else None, keys_only=True)

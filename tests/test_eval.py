@@ -81,6 +81,7 @@ def test_teacher_forcing_gives_the_verdict_of_a_plain_forward_on_each_string(mod
         wrong = (logits.argmax(1) != tokens[n + 5 :]).nonzero()[:, 0].tolist()
         assert got[:3] == (n + 1, len(wrong), wrong[0] if wrong else None)
         assert got.margin == pytest.approx(lead.min().item(), abs=1e-4)
+        assert lead[got.weakest] == pytest.approx(lead.min().item(), abs=1e-4)
         assert (got.margin < 0) == (got.errors > 0)
 
 
@@ -169,18 +170,20 @@ def test_rounded_angles_are_right_at_small_positions_and_wrong_at_large_ones(enc
 
 
 def test_a_row_counts_its_strings(monkeypatch):
-    made = [Verdict(5, 0, None, 0.5), Verdict(5, 3, 1, -2.0), Verdict(5, 1, 4, -0.25), Verdict(5, 0, None, 0.125)]
+    made = [Verdict(5, 0, None, 0.5, 4), Verdict(5, 3, 1, -2.0, 3), Verdict(5, 1, 4, -0.25, 4)]
+    made.append(Verdict(5, 0, None, 0.125, 0))
     monkeypatch.setattr(evaluation, "teacher_forced", lambda model, group, *_: made[: len(group)])
     row = evaluation.evaluate(None, {"separator": "<n>"}, "uniform", None, (4, 4), 4, EvalConfig())
     wanted = dict(task="uniform", length=4, min_length=4, samples=4, exact_match=0.5, token_error=4 / 20, margin=-2.0)
     wanted |= dict(only_closing_wrong=0.25, first_errors=[None, 1, 4, None])
+    wanted["margins"] = [[0.5, 4], [-2.0, 3], [-0.25, 4], [0.125, 0]]
     assert {name: row[name] for name in wanted} == wanted
     assert (row["exact_match_low"], row["exact_match_high"]) == wilson(2, 4)
 
 
 def test_rows_do_not_depend_on_chunk_or_batch(runs):
     rows, small = (copy_ladder(config_for(runs["rope"], **how)) for how in ({}, dict(chunk=5, batch_tokens=1)))
-    assert without(rows, "margin") == without(small, "margin")
+    assert without(rows, "margin", "margins") == without(small, "margin", "margins")
     assert [r["margin"] for r in small] == pytest.approx([r["margin"] for r in rows], abs=1e-4)
     assert [(r["task"], r["min_length"], r["length"], r["samples"]) for r in rows] == [
         (task, low, high, n) for task in ("uniform", "imbalanced") for low, high, n in ((3, 3, 10), (4, 20, 7))
@@ -252,7 +255,7 @@ def test_two_processes_give_the_rows_of_one(runs, tmp_path):
         timeout=300,
     )
     one, two = copy_ladder(config), json.loads((tmp_path / "accuracy.json").read_text())
-    assert without(two, "margin") == without(one, "margin")
+    assert without(two, "margin", "margins") == without(one, "margin", "margins")
     assert [r["margin"] for r in two] == pytest.approx([r["margin"] for r in one], abs=1e-4)
 
 

@@ -280,7 +280,8 @@ def test_teacher_forcing_in_text_agrees_with_real_decoding(finetuned):
 
 def test_chunks_batches_and_ranks_do_not_change_the_rows(finetuned, tmp_path):
     timeless = [
-        [row | {"seconds": 0, "margin": 0} for row in some] for some in (rows(finetuned), rows(finetuned, chunk=7))
+        [row | {"seconds": 0, "margin": 0, "margins": 0} for row in some]
+        for some in (rows(finetuned), rows(finetuned, chunk=7))
     ]
     assert timeless[0] == timeless[1]
     command = [
@@ -295,7 +296,7 @@ def test_chunks_batches_and_ranks_do_not_change_the_rows(finetuned, tmp_path):
     done = subprocess.run(launch, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "imbalanced, mid-sentence" in done.stdout, done.stderr
     written = json.loads((tmp_path / "accuracy.json").read_text())
-    assert [row | {"seconds": 0, "margin": 0} for row in written] == timeless[0]
+    assert [row | {"seconds": 0, "margin": 0, "margins": 0} for row in written] == timeless[0]
     assert (tmp_path / "accuracy.png").exists()
 
 
