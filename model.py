@@ -37,7 +37,8 @@ class ModelConfig:
     vocab_size: int | None = None  # tokens; None: as many as the data has
     block_size: int = 1024  # longest sequence in tokens; a bound, it costs nothing
     tie_weights: bool = False  # the output layer is the embedding
-    qk_norm: bool = False  # RMSNorm on q and k, as in Qwen3; it bounds the logits, and with them how far copying goes
+    qk_norm: bool = False  # RMSNorm on q and k, as in Qwen3; it bounds the logits, so that copying far needs log_n
+    qk_norm_init: float = 1.0  # initial weight of that norm; 0.25: attention starts as flat as without it
     logit_scale: Literal["none", "log_n"] = "none"  # log_n: q times a learned scalar a head times log(visible keys)
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm
     pos_encoding: str = "2d-rope"  # rope, 2d-rope, nope, alibi, h-rope, rnope, or several joined by +, layers in turn
@@ -63,6 +64,8 @@ class ModelConfig:
             )
         if self.n_head % self.kv_heads:
             raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}")
+        if not self.qk_norm_init > 0:
+            raise ValueError(f"qk_norm_init={self.qk_norm_init}: expected more than 0, where nothing is learned")
         for encoding in set(rope2d.layer_encodings(self.pos_encoding, self.n_layer)):
             rope2d.check_head_dim(encoding, self.head_size)
 
@@ -323,14 +326,14 @@ class Decoder(nn.Module):
         embedding                     normal, init_std, plus one normal vector for all, embed_common x init_std
         qkv, gate_up                  normal, init_std
         attention.out, mlp.out        0 with zero_init_outputs, else normal, init_std
-        norms                         1
+        norms                         1, but those of q and k qk_norm_init
         auto-2d-rope's gates and learned frequencies start as rope2d.py has them
         """
         for name, p in self.named_parameters():
             if ".grid." in name or name.endswith(".log_scale") or name == "embed.weight" and not embedding:
                 continue
             if p.dim() < 2:
-                p.fill_(1.0)
+                p.fill_(self.config.qk_norm_init if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0)
             elif name.endswith(".out.weight") and self.config.zero_init_outputs:
                 p.zero_()
             else:

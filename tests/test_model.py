@@ -322,11 +322,11 @@ def test_loss_is_the_summed_float64_cross_entropy_of_the_targets():
 @pytest.mark.parametrize("zero", [True, False])
 def test_initial_weights_have_their_std_and_outputs_start_at_zero(zero):
     torch.manual_seed(0)
-    config = ModelConfig(n_layer=2, n_embd=128, vocab_size=VOCAB, init_std=0.03, zero_init_outputs=zero, qk_norm=True)
-    m = Decoder(config, NEWLINES)
+    how = dict(init_std=0.03, zero_init_outputs=zero, qk_norm=True, qk_norm_init=0.25)
+    m = Decoder(ModelConfig(n_layer=2, n_embd=128, vocab_size=VOCAB, **how), NEWLINES)
     for name, p in m.requires_grad_(False).named_parameters():
         if "norm" in name:
-            assert (p == 1).all()
+            assert (p == (0.25 if ".q_norm." in name or ".k_norm." in name else 1)).all()
         elif zero and name.endswith(".out.weight"):
             assert not p.any()
         else:
@@ -356,6 +356,7 @@ def test_parameter_count_follows_the_formula(tie, qk_norm, n_kv_head, head_dim):
         (lambda: build("2d-rope", head_dim=18), ("18",)),
         (lambda: build("spiral"), ("spiral",)),
         (lambda: build(freqs="harmonic"), ("harmonic",)),
+        (lambda: build(qk_norm_init=0.0), ("qk_norm_init=0.0",)),
         (lambda: build(vocab_size=VOCAB + 1), (str(VOCAB), str(VOCAB + 1))),
         (lambda: build()(random_tokens(1, 65)), ("65", "64")),
         (lambda: build()(random_tokens(1, 0)), ("no tokens",)),
