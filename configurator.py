@@ -43,8 +43,11 @@ class Knob(NamedTuple):
     default: Any
 
 
-def configure(*classes: type, argv: Sequence[str] | None = None, doc: str | None = None) -> Any:
-    """One instance per class, in order (no tuple around a single one); `argv` is sys.argv[1:] unless given.
+def configure(
+    *classes: type, argv: Sequence[str] | None = None, doc: str | None = None, given: set[str] | None = None
+) -> Any:
+    """One instance per class, in order (no tuple around a single one); `argv` is sys.argv[1:] where None. The names
+    that it assigns go to `given`.
 
     ValueError for an unknown name or a wrong value, FileNotFoundError for a missing config file. --help exits.
     """
@@ -52,7 +55,7 @@ def configure(*classes: type, argv: Sequence[str] | None = None, doc: str | None
     if "--help" in argv or "-h" in argv:
         print(_help(classes, doc))
         sys.exit(0)
-    values = resolve(classes, argv)
+    values = resolve(classes, argv, given)
     configs = tuple(build(cls, values) for cls in classes)
     return configs[0] if len(configs) == 1 else configs
 

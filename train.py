@@ -402,8 +402,8 @@ def train(
 
 
 def main() -> None:
-    configs = configurator.configure(*CONFIGS, doc=__doc__)
-    configurator.resolve(CONFIGS, sys.argv[1:], given := set())
+    given: set[str] = set()
+    configs = configurator.configure(*CONFIGS, doc=__doc__, given=given)
     if "RANK" in os.environ:  # torchrun
         dist.init_process_group("nccl" if pick_device(configs[-1].device).type == "cuda" else "gloo")
     try:

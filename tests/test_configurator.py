@@ -735,7 +735,7 @@ def test_a_comment_about_an_encoding_is_no_declaration_of_one(tmp_path):
     assert configure(Text, argv=[str(tmp_path / "c.py")]).name == "ä"
 
 
-def test_resolve_tells_what_was_given_even_where_it_is_the_default(config):
+def test_what_was_given_is_told_even_where_it_is_the_default(config):
     name = config("n_layer = 4\n_own = 3\nfor _i in range(2):\n    batch_size = _i + 1\nlearning_rate *= 1")
-    resolve([Model, Train], [name, "--compile=False"], given := set())
+    configure(Model, Train, argv=[name, "--compile=False"], given=(given := set()))
     assert given == {"n_layer", "batch_size", "learning_rate", "compile"}
