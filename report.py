@@ -92,7 +92,7 @@ def plot(rows: Sequence[dict], path: Path) -> None:
             bars = np.maximum(0, [np.subtract(y, below), np.subtract(above, y)])  # rounding may leave -1e-17
             shift = i - (len(encodings) - 1) / 2  # so that bars of several encodings do not hide each other
             x = np.add([*at], 0.002 * shift) if over_p else np.multiply([*at], 1.04**shift)
-            style = {"marker": "o", "markersize": 4, "label": encoding}
+            style = {"marker": "o", "markersize": 4, "label": encoding, "color": f"C{i}"}
             column[0].errorbar(x, y, bars, capsize=3, elinewidth=0.8, **style)
             if margins:
                 least = [
@@ -104,7 +104,9 @@ def plot(rows: Sequence[dict], path: Path) -> None:
             column[-1].set(xlabel="p, share of each repetition that is kept")
         else:
             column[-1].set(xscale="log", xlabel="length of the string")
-            column[-1].set_xticks(ticks, [f"{x:,}" for x in ticks], fontsize=8)
+            turned = {"rotation": 60 if len(ticks) > 6 else 0, "fontsize": 8}
+            column[-1].set_xticks(ticks, [f"{x:,}" for x in ticks], **turned)
+            column[-1].set_xlim(left=ticks[0] / 2)
         for panel in column:
             panel.minorticks_off()
             panel.spines[["top", "right"]].set_visible(False)
@@ -115,7 +117,9 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     panels[0, 0].set_ylabel("exact match, 95% interval")
     if margins:
         panels[1, 0].set_ylabel("smallest margin, logits")
-    panels[0, -1].legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
+    lines = {line.get_label(): line for panel in panels[0] for line in panel.containers}  # of all panels
+    places = {"loc": "upper left", "bbox_to_anchor": (1, 1)}
+    panels[0, -1].legend([lines[e] for e in encodings], encodings, frameon=False, fontsize=9, **places)
     if len(trained) == 1:
         shaded = "" if over_p else " (shaded)"
         figure.suptitle(f"trained on strings of 1 to {min(trained)}{shaded}", fontsize=9, color="0.3")

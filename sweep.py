@@ -122,6 +122,29 @@ def table(config: SweepConfig, rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def curves(config: SweepConfig, rows: list[dict]) -> list[dict]:
+    """What a picture shows of a task's rows: every point is of all seeds of its run. Lengths that were left out count
+    as wrong behind one without a right copy; behind one with a wrong copy nothing is known, so there is no point."""
+    lengths = {row["length"]: {key: row[key] for key in ("min_length", "length", "samples")} for row in rows}
+    runs: dict[str, dict[int, list[dict]]] = {}  # name -> seed -> its rows, shortest first
+    for row in sorted(rows, key=lambda row: row["length"]):
+        runs.setdefault(row["name"], {}).setdefault(row["seed"], []).append(row)
+    drawn = []
+    for name, seeds in runs.items():
+        label, _, group = name.partition("/")
+        done = sorted({len(runs[other]) for other in runs if other.partition("/")[2] == group})
+        part = "" if done == [len(config.seeds)] else f", {'-'.join(map(str, done))} of {len(config.seeds)} seeds"
+        for own in seeds.values():
+            if config.stop == "zero" and not own[-1]["exact_match"]:
+                left_out = [length for high, length in lengths.items() if high > own[-1]["length"]]
+                own += [own[-1] | length | {"margin": None} for length in left_out]
+        for length in lengths:
+            here = [row for own in seeds.values() for row in own if row["length"] == length]
+            if len(here) == len(seeds):
+                drawn += [row | {"pos_encoding": label, "panel": (group or row["task"]) + part} for row in here]
+    return drawn
+
+
 def report(config: SweepConfig) -> str:
     """Writes rows.json, table.md and the pictures of all runs that have been tested; returns the table."""
     rows = [row for run in config.runs for seed in config.seeds for row in found(run, seed, config) or []]
@@ -129,16 +152,8 @@ def report(config: SweepConfig) -> str:
     out.mkdir(parents=True, exist_ok=True)
     (out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
     (out / "table.md").write_text(text := table(config, rows))
-    seeds: dict[str, set] = {}
-    for row in rows:
-        seeds.setdefault(row["name"], set()).add(row["seed"])
     for task in config.tasks:
-        drawn = []
-        for row in (row for row in rows if row["task"] == task):
-            done = len(seeds[row["name"]])
-            label = row["label"] + (f", {done} of {len(config.seeds)} seeds" if done < len(config.seeds) else "")
-            drawn.append(row | {"pos_encoding": label, "panel": row["group"] or task})
-        if drawn:
+        if drawn := curves(config, [row for row in rows if row["task"] == task]):
             plot(drawn, out / f"{task}.png")
     return text
 

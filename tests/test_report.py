@@ -81,3 +81,14 @@ def test_several_shares_of_repetition_are_plotted_against_them(tmp_path, monkeyp
     assert [panel.get_title() for panel in figures[0].axes] == ["length 20", "length 21-50"]
     lines = [list(map(float, line.get_xdata())) for panel in figures[0].axes for line in panel.get_lines()[:1]]
     assert lines == [pytest.approx([0.5, 0.9, 1.0], abs=0.01)] * 2
+
+
+def test_an_encoding_has_its_colour_and_its_name_in_the_legend_in_whatever_panels_it_is(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    monkeypatch.setattr(plt.Figure, "savefig", lambda *_, **__: None)
+    rows = [row | {"panel": "first"} for row in MADE] + [row | {"panel": "second"} for row in MADE[2:]]
+    plot(rows, tmp_path / "plot.png")
+    colours = [[line.get_color() for line in panel.get_lines() if len(line.get_xdata())] for panel in figures[0].axes]
+    assert [set(own) for own in colours] == [{"C0", "C1"}, {"C1"}]
+    assert [text.get_text() for text in figures[0].axes[-1].get_legend().get_texts()] == ["2d-rope", "rope"]

@@ -91,6 +91,28 @@ def test_the_table_counts_a_length_only_if_every_task_and_shorter_one_is_perfect
     ]
 
 
+@pytest.mark.parametrize("stop", ["zero", "failure"])
+def test_every_point_of_a_picture_is_of_all_seeds(tmp_path, stop):
+    config = make(tmp_path, runs=("a/1", "a/2", "b/2"), seeds=(0, 1), stop=stop)
+    shares = {("a/1", 0): [1, 0], ("a/1", 1): [1, 1, 1], ("a/2", 0): [0.5, 0], ("b/2", 1): [1, 0.5, 0]}
+    bounds = [(1, 25), (26, 50), (51, 100)]
+    rows = [
+        row(name, seed, "uniform", *bound, share) | {"margin": 1.0}
+        for (name, seed), values in shares.items()
+        for bound, share in zip(bounds, values, strict=False)
+    ]
+    found = {}
+    for r in sweep.curves(config, rows):
+        found.setdefault((r["panel"], r["pos_encoding"], r["length"]), []).append((r["exact_match"], r["margin"]))
+    wanted = {("1", "a", 25): [(1, 1.0), (1, 1.0)], ("1", "a", 50): [(0, 1.0), (1, 1.0)]}
+    second = "2, 1 of 2 seeds"
+    wanted |= {(second, "a", 25): [(0.5, 1.0)], (second, "a", 50): [(0, 1.0)]}
+    wanted |= {(second, "b", length): [(share, 1.0)] for length, share in ((25, 1), (50, 0.5), (100, 0))}
+    if stop == "zero":
+        wanted |= {("1", "a", 100): [(0, None), (1, 1.0)], (second, "a", 100): [(0, None)]}
+    assert found == wanted
+
+
 @pytest.mark.parametrize(
     "changes, match",
     [
