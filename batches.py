@@ -36,6 +36,7 @@ class Data(NamedTuple):
     batch: Callable[[int, str], tuple[NDArray[np.int64], NDArray[np.int64]]]
     newlines: Tensor  # (vocab_size,) line breaks in each token
     identity: dict  # what must be the same when a run goes on, and on all ranks: goes into checkpoints
+    weight: Tensor | None = None  # (vocab_size,) of each token as a target of training; None: all count the same
 
 
 def micro_batches(tokens: NDArray, targets: NDArray, n: int, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
@@ -57,7 +58,10 @@ def copy_data(config: TrainConfig, copy_config: CopyConfig, block_size: int) -> 
     def batch(step: int, stream: str) -> tuple[NDArray, NDArray]:
         return data_copy.batch(copy_config, config.batch_size, step, config.seed, stream)[:2]
 
-    return Data(batch, rope2d.newline_table(data_copy.TOKEN_BYTES), {"vocabulary": data_copy.VOCAB})
+    weight = torch.ones(len(data_copy.VOCAB))  # a separator is a target only where it ends a copy
+    weight[data_copy.SEPARATORS[copy_config.separator]] = copy_config.closing_weight
+    weight = None if copy_config.closing_weight == 1 else weight
+    return Data(batch, rope2d.newline_table(data_copy.TOKEN_BYTES), {"vocabulary": data_copy.VOCAB}, weight)
 
 
 def text_data(config: TrainConfig, text_config: TextConfig, block_size: int) -> Data:

@@ -46,6 +46,7 @@ class CopyConfig:
     max_length: int = 20  # lengths of strings are uniform in [1, max_length], in tokens
     noise: float = 0.1  # share of training strings drawn from 32 symbols, not 2
     repeat_p: float = 0.9  # repeat-structure: probability that a token of the repeated base is left as it is
+    closing_weight: float = 1.0  # of the separator that ends a copy in the training loss; symbols have 1
     separator: Literal["<n>", "*"] = "<n>"  # what ends a line; "*" is a token that 2D-RoPE's rule does not know
 
     def __post_init__(self):
@@ -56,6 +57,8 @@ class CopyConfig:
             )
         if self.max_length < 1:
             raise ValueError(f"max_length={self.max_length}: expected at least 1")
+        if not self.closing_weight > 0:
+            raise ValueError(f"closing_weight={self.closing_weight}: expected more than 0, or no copy would ever end")
         for name in ("noise", "repeat_p"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a share between 0 and 1")

@@ -383,19 +383,21 @@ class Decoder(nn.Module):
             cache.length, cache.state, cache.pad = seen + T, state, all_pad
         return None if x is None else self.norm(x)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         """tokens (B, T) -> logits (B, T, vocab_size); with targets (B, T), IGNORE where there is none, the summed loss.
 
         A sum, in nats: dividing it by the number of targets of a whole step is the caller's, who alone knows it.
+        weight (vocab_size,): of each token as a target; None: all count the same.
         """
         x = self.hidden(tokens)
         chunk = max(1, LOGITS_AT_ONCE[x.device.type] // self.config.vocab_size)
-        if targets is not None and targets.numel() > chunk:
+        if targets is not None and weight is None and targets.numel() > chunk:
             return ChunkedLoss.apply(x.flatten(0, 1), self.head.weight, targets.flatten(), chunk)
         logits = self.head(x)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        how = {"weight": weight, "ignore_index": IGNORE, "reduction": "sum"}
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), **how)
 
     def new_cache(self, room: int = 0) -> Cache:
         return Cache(self.config.n_layer, self.config.block_size, room)

@@ -314,6 +314,7 @@ def train(
             f"{config.out_dir}: {encoding}, {about['parameters']:,} parameters, {device}, steps {step} to "
             f"{config.max_steps}"
         )
+    weight = data.weight if data.weight is None else data.weight.to(device)
     if not resumed:
         save("last.pt")  # step 0: from here on out_dir belongs to this config
     stop = StopSignal()
@@ -355,7 +356,7 @@ def train(
         for i, (tokens, targets) in enumerate(micro):
             last = i == len(micro) - 1
             with nullcontext() if last or world == 1 else wrapped.no_sync(), precision:
-                loss = wrapped(tokens.to(device), targets.to(device)) / n_targets
+                loss = wrapped(tokens.to(device), targets.to(device), weight) / n_targets
                 (loss * world).backward()  # DDP averages over ranks; the sum over targets is what is wanted
             step_loss += loss.detach()
         loss, stopped = add_up(step_loss.item(), float(bool(stop.number)))

@@ -226,6 +226,7 @@ def test_a_batch_is_made_in_a_few_milliseconds():
         (lambda: CopyConfig(max_length=0), "max_length=0"),
         (lambda: CopyConfig(noise=-0.1), "noise=-0.1"),
         (lambda: CopyConfig(noise=float("nan")), "noise=nan"),
+        (lambda: CopyConfig(closing_weight=0.0), "closing_weight=0.0"),
         (lambda: CopyConfig(repeat_p=1.5), "repeat_p=1.5"),
         (lambda: strings("reverse", 4, keys(2)), "reverse"),
         (lambda: batch(CopyConfig(copy_task="reverse"), 2, 0, 0), "reverse"),

@@ -91,9 +91,10 @@ def files(out: Path) -> dict:
 # What a step computes
 
 
-@pytest.mark.parametrize("grad_accum", [1, 3, 4])
-def test_a_step_is_the_mean_over_all_target_tokens_however_it_is_cut(tmp_path, grad_accum):
+@pytest.mark.parametrize("grad_accum, closing_weight", [(1, 1.0), (3, 1.0), (4, 2.5)])
+def test_a_step_is_the_mean_over_all_target_tokens_however_it_is_cut(tmp_path, grad_accum, closing_weight):
     knobs = dict(max_steps=1, grad_clip=0, zero_init_outputs=False, init_std=0.2, n_layer=2)
+    knobs["closing_weight"] = closing_weight
     state = run(tmp_path, grad_accum=grad_accum, **knobs)["optimizer"]["state"]
     gradients = [state[i]["exp_avg"] / 0.1 for i in range(len(state))]  # 1 - beta1
 
@@ -102,7 +103,9 @@ def test_a_step_is_the_mean_over_all_target_tokens_however_it_is_cut(tmp_path, g
     torch.manual_seed(config.seed)
     model = Decoder(model_config, rope2d.newline_table(data_copy.TOKEN_BYTES))
     inputs, targets, _ = map(torch.from_numpy, data_copy.batch(task, config.batch_size, 0, config.seed))
-    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=data_copy.IGNORE)
+    wanted = targets != data_copy.IGNORE
+    losses = F.cross_entropy(model(inputs)[wanted], targets[wanted], reduction="none")
+    loss = (losses * torch.where(targets[wanted] == data_copy.NEWLINE, closing_weight, 1.0)).mean()
     loss.backward()
     wanted = [p.grad for group in train.make_optimizer(model, config).param_groups for p in group["params"]]
     assert sum((a - b).norm() for a, b in zip(gradients, wanted, strict=True)) < 1e-6 * sum(b.norm() for b in wanted)
