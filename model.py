@@ -457,10 +457,7 @@ def head_turns(rotary: rope2d.Rotary) -> Tensor:
     """What a step along index, row and col turns a whole head's channels by: (3, 1, D) int64, in Rotary.turns' unit.
 
     The first half is negative: cosines stay what they are, and sines get the signs that they have in a rotation."""
-    turns = rotary.turns  # (planes, n)
-    if rotary.log_scale is not None:
-        fractions = turns.to(rope2d.wide_dtype(turns)) * (rope2d.RADIANS / math.tau)
-        turns = rope2d.to_turns(fractions * rotary.log_scale.exp())
+    turns = rotary.learned_turns()  # (planes, n)
     half = turns.new_zeros(3, *turns.shape)
     half[rotary.planes, range(len(turns))] = turns
     return torch.cat([-half.flatten(1), half.flatten(1)], dim=1)[:, None]

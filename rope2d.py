@@ -163,6 +163,13 @@ class Rotary(nn.Module):
         self.register_buffer("turns", to_turns(drawn / math.tau))
         self.log_scale = nn.Parameter(torch.zeros(len(self.planes), n)) if learned else None
 
+    def learned_turns(self) -> Tensor:
+        """What a step along its plane turns each pair by, learned factors included: (planes, n) int64."""
+        if self.log_scale is None:
+            return self.turns
+        drawn = self.turns.to(wide_dtype(self.turns)) * (RADIANS / math.tau)
+        return to_turns(drawn * self.log_scale.detach().exp())
+
     def angles(self, positions: Tensor) -> Tensor:
         """positions (3, B, T), int64 or real -> radians (B, T, D/2) float32, within 4e-7 of exact but for whole turns.
 
@@ -170,13 +177,10 @@ class Rotary(nn.Module):
         """
         places = positions[self.planes].movedim(0, -1)[..., None]  # (B, T, planes, 1)
         whole = places.detach().round().long() if places.is_floating_point() else places
-        turns, freqs = self.turns, self.turns.float() * RADIANS  # (planes, n)
-        if self.log_scale is not None:
-            scale = self.log_scale.exp()
-            turns = to_turns(turns.to(wide_dtype(turns)) * (RADIANS / math.tau) * scale.detach())
-            freqs = freqs * scale
-        angles = (whole * turns).float() * RADIANS  # (B, T, planes, n), wraps at one turn
+        freqs = self.turns.float() * RADIANS  # (planes, n)
+        angles = (whole * self.learned_turns()).float() * RADIANS  # (B, T, planes, n), wraps at one turn
         if self.log_scale is not None:  # adds 0, and the gradient of the line above
+            freqs = freqs * self.log_scale.exp()
             angles = angles + whole.float() * (freqs - freqs.detach())
         if places.is_floating_point():
             angles = angles + (places - whole).float() * freqs
