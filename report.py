@@ -59,7 +59,7 @@ def table(rows: Sequence[dict]) -> str:
 def plot(rows: Sequence[dict], path: Path) -> None:
     """Exact match against length with Wilson intervals, and below it the smallest margin: how far a model is from
     failing. One panel a task (or what rows name as their `panel`), one line an encoding; seeds and template kinds are
-    pooled. Rows of several repeat_p: against that, one panel a length."""
+    pooled. Rows of several repeat_p: against that, one panel a length. Rows with `left_out` have no interval."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -90,6 +90,7 @@ def plot(rows: Sequence[dict], path: Path) -> None:
             y = [hits / n for hits, n in counts]
             below, above = zip(*(wilson(*count) for count in counts), strict=True)
             bars = np.maximum(0, [np.subtract(y, below), np.subtract(above, y)])  # rounding may leave -1e-17
+            bars[:, [all(r.get("left_out") for r in s) for s in at.values()]] = math.nan  # nothing was tried
             shift = i - (len(encodings) - 1) / 2  # so that bars of several encodings do not hide each other
             x = np.add([*at], 0.002 * shift) if over_p else np.multiply([*at], 1.04**shift)
             style = {"marker": "o", "markersize": 4, "label": encoding, "color": f"C{i}"}

@@ -53,17 +53,17 @@ def folder(run: str, seed: int, config: SweepConfig) -> Path:
     return HERE / config.out_dir / f"{run.split()[0]}-{seed}"
 
 
-def test_flags(out: Path, config: SweepConfig) -> list[str]:
-    """What eval.py gets; kept beside its rows, which count as long as the same would be asked."""
+def asked(config: SweepConfig) -> list[str]:
+    """What eval.py is asked; kept beside its rows, which count as long as the same would be."""
     flags = [f"--{key}={','.join(map(str, getattr(config, key)))}" for key in ("tasks", "lengths", "samples")]
-    return [*flags, f"--runs={out}", f"--stop={config.stop}", "--plot=False", f"--out_dir={out}"]
+    return [*flags, f"--stop={config.stop}"]
 
 
 def found(run: str, seed: int, config: SweepConfig) -> list[dict] | None:
     """The rows of a run that has been trained and tested, None of any other."""
     out = folder(run, seed, config)
-    asked = out / "tested.json"
-    if not asked.exists() or json.loads(asked.read_text()) != test_flags(out, config):
+    tested = out / "tested.json"
+    if not tested.exists() or json.loads(tested.read_text()) != asked(config):
         return None
     label, _, group = run.split()[0].partition("/")
     rows = json.loads((out / "accuracy.json").read_text())
@@ -76,14 +76,15 @@ def do(run: str, seed: int, config: SweepConfig) -> bool:
     if found(run, seed, config):
         return True
     out.mkdir(parents=True, exist_ok=True)
-    train = [*flags, f"--seed={seed}", f"--freqs_seed={seed}", f"--out_dir={out}"]
+    train = ["train.py", *flags, f"--seed={seed}", f"--freqs_seed={seed}", f"--out_dir={out}"]
+    test = ["eval.py", *asked(config), f"--runs={out}", "--plot=False", f"--out_dir={out}"]
     threads = max(1, (os.cpu_count() or 1) // config.jobs)
     how = {"cwd": HERE, "env": os.environ | {"OMP_NUM_THREADS": str(threads)}, "stderr": subprocess.STDOUT}
     with open(out / "output.txt", "a") as log:
-        for command in (["train.py", *train], ["eval.py", *test_flags(out, config)]):
+        for command in (train, test):
             if subprocess.run([sys.executable, *command], stdout=log, **how).returncode:
                 return False
-    (out / "tested.json").write_text(json.dumps(test_flags(out, config)))
+    (out / "tested.json").write_text(json.dumps(asked(config)))
     return True
 
 
@@ -137,7 +138,7 @@ def curves(config: SweepConfig, rows: list[dict]) -> list[dict]:
         for own in seeds.values():
             if config.stop == "zero" and not own[-1]["exact_match"]:
                 left_out = [length for high, length in lengths.items() if high > own[-1]["length"]]
-                own += [own[-1] | length | {"margin": None} for length in left_out]
+                own += [own[-1] | length | {"margin": None, "left_out": True} for length in left_out]
         for length in lengths:
             here = [row for own in seeds.values() for row in own if row["length"] == length]
             if len(here) == len(seeds):

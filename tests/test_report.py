@@ -92,3 +92,12 @@ def test_an_encoding_has_its_colour_and_its_name_in_the_legend_in_whatever_panel
     colours = [[line.get_color() for line in panel.get_lines() if len(line.get_xdata())] for panel in figures[0].axes]
     assert [set(own) for own in colours] == [{"C0", "C1"}, {"C1"}]
     assert [text.get_text() for text in figures[0].axes[-1].get_legend().get_texts()] == ["2d-rope", "rope"]
+
+
+def test_what_was_not_tried_has_no_interval(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    monkeypatch.setattr(plt.Figure, "savefig", lambda *_, **__: None)
+    plot(MADE[:3] + [MADE[3] | {"left_out": True}], tmp_path / "plot.png")
+    ends = [container.lines[2][0].get_segments() for container in figures[0].axes[0].containers]
+    assert [[len(bar) > 0 for bar in bars] for bars in ends] == [[True, True], [True, False]]

@@ -47,6 +47,10 @@ def test_runs_are_trained_tested_and_not_again(tmp_path, monkeypatch, capsys):
     )
     run(config, monkeypatch)
     assert calls == [] and json.loads((out / "rows.json").read_text()) == rows
+    out.rename(out := tmp_path / "moved")
+    run(make(tmp_path, out_dir=str(out)), monkeypatch)  # all of it is known there, too
+    assert calls == [] and json.loads((out / "rows.json").read_text()) == rows
+    out.rename(out := tmp_path / "out")
     before = (out / "a/x-1/last.pt").read_bytes()
     run(make(tmp_path, runs=("a/x",), samples=(5, 1)), monkeypatch)  # another test of what is there
     assert [command[1] for command in calls] == ["train.py", "eval.py"]
