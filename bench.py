@@ -576,10 +576,8 @@ def add(path: Path, rows: list[dict]) -> None:
     found, names = read(path), ("name", "variant", "pass", "settings")
     new = [[row[n] for n in names] for row in rows]
     found["rows"] = [row for row in found["rows"] if [row[n] for n in names] not in new] + rows
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(temporary, path)
+    with configurator.atomic(path) as file:
+        file.write(json.dumps(found, indent=1).encode() + b"\n")
 
 
 def table(rows: list[dict]) -> str:

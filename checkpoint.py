@@ -5,7 +5,6 @@ model = load_model(read("out/run/last.pt"))           # weights_only, checksums 
 """
 
 import json
-import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import fields
@@ -19,28 +18,12 @@ from model import Decoder, ModelConfig
 
 
 def save(payload: dict, path: str | Path) -> None:
-    """Writes a checkpoint so that a kill at any moment leaves either the old file or the new one, whole. RuntimeError
-    where it cannot be written: a full disk leaves the old file, too."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
+    """Writes a checkpoint. Raises as configurator.atomic."""
+    with configurator.atomic(path) as file:
+        try:
             torch.save(payload, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch's own error for a full disk names neither disk nor file
-        temporary.unlink(missing_ok=True)
-        reason = str(error).splitlines()[0]
-        message = f"{path}: cannot be written, is the disk full? What was there before is kept ({reason})"
-        raise RuntimeError(message) from error
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        except RuntimeError as error:  # torch's own for a full disk names neither disk nor file
+            raise OSError(str(error).splitlines()[0]) from error
 
 
 def read(path: str | Path, device: str | torch.device = "cpu") -> dict:
@@ -102,9 +85,8 @@ def open_log(path: Path, step: int) -> TextIO:
     """A log for appending, cut back to the steps before `step`: the others will be computed again."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)  # a kill leaves the old log or the new one
+    with configurator.atomic(path) as file:
+        file.write("".join(kept).encode())
     return open(path, "a")
 
 

@@ -17,6 +17,7 @@ that assigns to knobs and may read what they are so far; names of its own start 
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -30,9 +31,9 @@ import tokenize
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 WORDS = {"true": True, "false": False, "nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -88,16 +89,39 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
 
 
 def save(path: str | os.PathLike[str], *configs: Any) -> None:
-    """Write a config file that gives the same configs again. A kill leaves the old file or the new one."""
+    """Write a config file that gives the same configs again. Raises as `atomic`."""
     knobs = _knobs([type(config) for config in configs])
     owners = {type(config): config for config in configs}
     values = {n: _checked(n, getattr(owners[knob.owner], n), knob.hint, "save") for n, knob in knobs.items()}
-    temporary = f"{os.fspath(path)}.{os.getpid()}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.writelines(f"{name} = {_source(value)}\n" for name, value in values.items())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    with atomic(path) as file:
+        file.writelines(f"{name} = {_source(value)}\n".encode() for name, value in values.items())
+
+
+@contextlib.contextmanager
+def atomic(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to write, which takes the name `path` when it is whole and on the disk: a kill leaves the old file or the
+    new one. RuntimeError where it cannot be written, as on a full disk; the old one is kept then, too."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb", 2**20) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            reason = error.strerror or error
+            message = f"{path}: cannot be written, is the disk full? What was there before is kept ({reason})"
+            raise RuntimeError(message) from error
+        raise
+    if os.name == "posix":
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -512,26 +512,6 @@ def pack(tokens: NDArray, ends: NDArray, length: int, packing: str, most: int) -
     return rows, at
 
 
-@contextlib.contextmanager
-def _atomic(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that is there only when it is whole. RuntimeError if it cannot be written."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb", BLOCK) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            hint = "what was whole before still is: make room, and the same command goes on"
-            raise RuntimeError(f"{temporary}: {error.strerror}; {hint}") from error
-        raise
-
-
 def build(config: BuildConfig) -> Corpus:
     """Makes out_dir's shards, or goes on where that was stopped. ValueError if out_dir holds another build."""
     tokenizer, out = load_tokenizer(config.tokenizer), Path(config.out_dir)
@@ -574,7 +554,7 @@ def build(config: BuildConfig) -> Corpus:
         while not said["complete"]:
             rest, ends, checks = np.empty(0, facts["dtype"]), np.empty(0, np.int64), []
             said |= {"number": said["number"] + 1, "complete": True}
-            with _atomic(out / f"{said['number']:06d}.bin") as file:
+            with configurator.atomic(out / f"{said['number']:06d}.bin") as file:
                 file.seek(HEADER)
                 for block, (tokens, sizes) in results:
                     ends = np.append(ends, len(rest) + np.cumsum(sizes, dtype=np.int64))
@@ -608,7 +588,7 @@ def build(config: BuildConfig) -> Corpus:
                 file.write((b"%s\t%08x\t%s" % (MAGIC, zlib.crc32(text), text)).ljust(HEADER, b"\0"))
     if corpus is None or not corpus.complete:
         corpus = Corpus(out)
-        with _atomic(out / "starts") as file:
+        with configurator.atomic(out / "starts") as file:
             file.write(corpus.starts.astype("<i8").tobytes())
     return corpus
 
@@ -643,7 +623,7 @@ def write_local_text(folder: str | Path) -> None:
         name = "val" if hashlib.sha256(url.encode()).digest()[0] < 26 else "train"
         lines[name].append(json.dumps(document).encode() + b"\n")
     for name, documents in lines.items():
-        with _atomic(Path(folder) / f"{name}.jsonl.zst") as file:
+        with configurator.atomic(Path(folder) / f"{name}.jsonl.zst") as file:
             file.write(zstandard.compress(b"".join(documents)))
 
 

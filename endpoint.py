@@ -213,8 +213,8 @@ def main(config: EndpointConfig) -> None:
     (out := Path(config.out_dir)).mkdir(parents=True, exist_ok=True)
     answers = read_answers(config.answers, "id", wanted) if config.answers else ask_all(config, wanted)
     rows = [row_of(config, about, records, answers) for about, records in work]
-    (out / "accuracy.json.tmp").write_text(json.dumps(rows, indent=1) + "\n")
-    os.replace(out / "accuracy.json.tmp", out / "accuracy.json")
+    with configurator.atomic(out / "accuracy.json") as file:
+        file.write(json.dumps(rows, indent=1).encode() + b"\n")
     print(table(rows))
     for r in (r for r in rows if r["failed"] or r["cut"]):
         what = f"{r['failed']} of {r['samples']} failed, counted as wrong; {r['cut']} cut at the token limit"

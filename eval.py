@@ -407,8 +407,8 @@ def main() -> None:
         if rank_and_world()[0] == 0:
             name = "losses" if config.val_data else "accuracy"
             out = Path(config.out_dir)
-            out.mkdir(parents=True, exist_ok=True)
-            (out / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+            with configurator.atomic(out / f"{name}.json") as file:
+                file.write(json.dumps(rows, indent=1).encode() + b"\n")
             print(loss_table(rows) if config.val_data else table(rows))
             print(f"rows: {out / name}.json")
             if config.plot:

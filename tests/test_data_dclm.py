@@ -534,7 +534,7 @@ data_dclm.configurator.run_cli(data_dclm.main)
     first = len(shards_of(tmp_path / "whole")["000000.bin"])
     assert first < sizes[-1]
     done = subprocess.run([sys.executable, "-c", code.format(first)], capture_output=True, text=True)
-    assert done.returncode == 2 and "File too large; what was whole before still is: make room" in done.stderr
+    assert done.returncode == 2 and "is the disk full? What was there before is kept (File too large)" in done.stderr
     assert "Traceback" not in done.stderr
     assert (
         list(shards_of(tmp_path / "out").items())
