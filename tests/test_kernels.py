@@ -305,7 +305,7 @@ def test_cpu_tensors_are_refused_without_the_interpreter():
         kernels.rotate_qk(QK, QK, TABLE, TABLE)
 
 
-@pytest.mark.skipif(kernels.INTERPRETED, reason="once is enough")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="under the interpreter already: it would start itself again")
 def test_everything_under_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
@@ -314,7 +314,7 @@ def test_everything_under_the_interpreter():
     assert int(re.search(r"(\d+) passed", run.stdout)[1]) > 40, run.stdout
 
 
-@pytest.mark.skipif(kernels.INTERPRETED, reason="once is enough")
+@pytest.mark.skipif(kernels.INTERPRETED, reason="under the interpreter already: it would start itself again")
 def test_without_triton_the_file_imports_alone_and_says_what_is_missing(tmp_path):
     shutil.copy(kernels.__file__, tmp_path)
     code = """
