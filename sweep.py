@@ -2,12 +2,14 @@
 
     python sweep.py config/sweep_encodings.py                 # hours of work go on where they stopped
     python sweep.py config/sweep_encodings.py --seeds=0,1,2
+    python sweep.py config/figure4.py '--only=2d-rope*/12-layers,rope/*' --seeds=0    # some of its runs
     python sweep.py config/sweep_encodings.py --jobs=0        # only the report on what is there
 
 Writes rows.json (eval.py's rows of all runs), table.md and a picture a task to out_dir. What has not been run yet, or
 failed, stands in the table as such.
 """
 
+import fnmatch
 import json
 import os
 import shlex
@@ -38,6 +40,7 @@ class SweepConfig:
     lengths: tuple[int | str, ...] = (20, 40, 80, 160, 320, 640, 1280, 2560, 5120, 10240, 20480)  # tokens, rising
     samples: tuple[int, ...] = (50, 20, 20, 10, 10, 10, 4, 4, 2, 1, 1)  # strings for each task and length
     stop: Literal["failure", "zero"] = "failure"  # no longer strings behind a wrong copy, or where none was right
+    only: tuple[str, ...] = ("*",)  # names or globs of runs to do now; the report is on all that are there
     jobs: int = 2  # runs at a time, which share the cores; 0: no new ones
     out_dir: str = "out/sweep"  # the runs' directories, rows.json, table.md and the pictures
 
@@ -47,6 +50,8 @@ class SweepConfig:
             raise ValueError(f"runs={self.runs}: expected at least one, each beginning with a name of its own")
         if self.jobs < 0 or not self.seeds:
             raise ValueError(f"jobs={self.jobs}, seeds={self.seeds}: expected at least 0, and at least one seed")
+        if vain := [glob for glob in self.only if not fnmatch.filter(names, glob)]:
+            raise ValueError(f"only={', '.join(vain)}: matches none of the runs, which are {', '.join(names)}")
 
 
 def folder(run: str, seed: int, config: SweepConfig) -> Path:
@@ -163,7 +168,8 @@ def main() -> None:
     config = configurator.configure(SweepConfig, doc=__doc__)
     failed = []
     if config.jobs:
-        work = [(run, seed) for seed in config.seeds for run in config.runs]
+        runs = [run for run in config.runs if any(fnmatch.fnmatch(run.split()[0], glob) for glob in config.only)]
+        work = [(run, seed) for seed in config.seeds for run in runs]
         with ThreadPoolExecutor(config.jobs) as pool:
             results = pool.map(lambda job: do(*job, config), work)
             for (run, seed), well in zip(work, tqdm(results, total=len(work), unit="run"), strict=True):

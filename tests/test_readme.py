@@ -59,6 +59,12 @@ def test_a_shown_image_exists(image):
     assert (ROOT / image).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("anchor", re.findall(r"\]\(#([^)]+)\)", README))
+def test_a_link_into_the_page_has_its_heading(anchor):
+    headings = re.findall(r"^#+ (.*)", README, re.M)
+    assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
 @pytest.mark.parametrize("code", [text for language, text in BLOCKS if language == "python"])
 def test_a_python_block_runs(code):
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

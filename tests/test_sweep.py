@@ -29,6 +29,15 @@ def run(config: SweepConfig, monkeypatch) -> None:
     sweep.main()
 
 
+def test_only_some_runs_and_a_report_on_all(tmp_path, monkeypatch, capsys):
+    run(make(tmp_path, only=("b/*",)), monkeypatch)
+    assert [path.name for path in (tmp_path / "out").glob("*/*-1")] == ["x-1"]
+    assert "| `a` | not run |" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out/rows.json").read_text())[0]["name"] == "b/x"
+    with pytest.raises(ValueError, match=r"only=c, \*/y: matches none of the runs, which are a/x, b/x"):
+        make(tmp_path, only=("a/*", "c", "*/y"))
+
+
 def test_runs_are_trained_tested_and_not_again(tmp_path, monkeypatch, capsys):
     config, out = make(tmp_path), tmp_path / "out"
     run(config, monkeypatch)
