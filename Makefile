@@ -1,11 +1,11 @@
 # make toy    sets up .venv, trains and evaluates the copy toy, draws its plot: out/toy_copy/accuracy.png
 # make test   sets up .venv and runs all tests
 # make env    only sets up .venv, from requirements.txt
-# make seeds  the toy with eight seeds (the README's second table): out/toy_seeds/
+# make seeds  the toy with eight seeds: out/toy_seeds/
 # make pretrain  a byte-level model of 5M parameters with rope, 2d-rope and h-rope: out/toy_pretrain/
 # make figure4  every encoding, 1, 4 and 12 layers, four seeds (the paper's Figure 4): out/figure4/; hours
-# make finetune  after it: these models learn to copy strings in text, two seeds each: out/toy_finetune/
-# make lists  after it: these models learn to write lists of numbers: out/toy_lists/
+# make finetune  after pretrain: its models learn to copy strings in text, two seeds each: out/toy_finetune/
+# make lists  after pretrain: its models learn to write lists of numbers: out/toy_lists/
 PYTHON ?= python3
 PY := .venv/bin/python
 TOY := out/toy_copy
@@ -40,8 +40,10 @@ seeds: env
 figure4: env
 	$(PY) sweep.py config/figure4.py
 
-toy-data: env
+data/text/val.jsonl.zst: | env
 	$(PY) data_dclm.py --local_text=data/text
+
+toy-data: data/text/val.jsonl.zst
 	for part in train val; do $(PY) data_dclm.py --sources=data/text/$$part.jsonl.zst --tokenizer=bytes --length=512 \
 	  --packing=continue --out_dir=data/toy/$$part || exit 1; done
 

@@ -600,6 +600,8 @@ BENCHMARKS |= {"tokenize": (tokenize, TokenizeConfig), "loader": (loader, Loader
 
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in ("--help", "-h"):
+        return print(__doc__)
     if name not in BENCHMARKS:
         raise ValueError(f"benchmark {name!r}: expected {' or '.join(BENCHMARKS)} first, then its knobs or --help")
     run, knobs_class = BENCHMARKS[name]

@@ -41,7 +41,7 @@ class ModelConfig:
     qk_norm_init: float = 1.0  # initial weight of that norm; 0.25: attention starts as flat as without it
     logit_scale: Literal["none", "log_n"] = "none"  # log_n: q times a learned scalar a head times log(visible keys)
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm
-    pos_encoding: str = "2d-rope"  # rope, 2d-rope, nope, alibi, h-rope, rnope, or several joined by +, layers in turn
+    pos_encoding: str = "2d-rope"  # rope, 2d-rope, auto-2d-rope, nope, alibi, h-rope, rnope; joined by +: in turn
     freqs: Literal["geometric", "uniform", "mixed"] = "geometric"  # rotary frequencies (rope2d.frequencies)
     freqs_seed: int = 0  # seed of the frequencies that are drawn
     freqs_learned: bool = False  # multiply each frequency by a learned factor (LeRoPE)

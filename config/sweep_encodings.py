@@ -1,6 +1,6 @@
 # Every encoding and option, one and four layers, the toy's data and budget (600 steps; Auto-2D 250 more for its grid).
 #   python sweep.py config/sweep_encodings.py
-# h-rope and rnope differ from rope from two layers on.
+# With one layer rnope is rope, and so is h-rope, with uniform frequencies.
 
 _rows = {
     "rope": "--pos_encoding=rope --freqs=geometric",

@@ -1,5 +1,6 @@
 # Pretraining in miniature, on a CPU: 5.2M parameters, bytes as tokens, text that is on any machine with
-# Python (the standard library's sources; validation on others of its files and on installed packages' READMEs).
+# Python (the standard library's sources, pydoc's topics, the descriptions of installed packages; a tenth of the
+# documents is for validation).
 #   make toy-data                                       # shards in data/toy
 #   python train.py config/toy_pretrain.py --pos_encoding=2d-rope --out_dir=out/toy_pretrain/2d-rope
 #   python eval.py --runs=out/toy_pretrain/2d-rope --prompt="import "
