@@ -26,8 +26,9 @@ def save(payload: dict, path: str | Path) -> None:
             raise OSError(str(error).splitlines()[0]) from error
 
 
-def read(path: str | Path, device: str | torch.device = "cpu") -> dict:
-    """The dict that train.py saved. FileNotFoundError, or RuntimeError for a file that is damaged or none of ours."""
+def read(path: str | Path) -> dict:
+    """The dict that train.py saved, on the CPU. FileNotFoundError, or RuntimeError for a file that is damaged or not
+    ours."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such checkpoint")
@@ -36,7 +37,7 @@ def read(path: str | Path, device: str | torch.device = "cpu") -> dict:
             flagged = [record.filename for record in archive.infolist() if record.external_attr]
             if bad := archive.testzip() or flagged:
                 raise zipfile.BadZipFile(f"damaged record {bad}")
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file fails in a dozen ways
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise RuntimeError(f"{path}: damaged, or not a checkpoint ({reason})") from error

@@ -243,7 +243,7 @@ def load_run(path: str, which: str, device: torch.device) -> tuple[Decoder, dict
     """The model of a run directory or checkpoint file, in evaluation mode, and the config it was trained with, with
     `steps_done` and the identity of its `data` added."""
     file = Path(path) / f"{which}.pt" if Path(path).is_dir() else Path(path)
-    saved = checkpoint.read(file, device)
+    saved = checkpoint.read(file)  # the optimizer's part need not fit the device
     about = saved["config"] | {"steps_done": saved["step"], "data": saved.get("data", {})}
     return checkpoint.load_model(saved, device).eval(), about
 
@@ -253,11 +253,15 @@ def round_angles(model: Decoder, dtype: torch.dtype) -> None:
     for rotary in (module for module in model.modules() if isinstance(module, rope2d.Rotary)):
 
         def angles(positions: torch.Tensor, rotary: rope2d.Rotary = rotary) -> torch.Tensor:
-            freqs = (rotary.turns.double() * rope2d.RADIANS).to(dtype)  # (planes, n)
+            freqs = (rotary.turns.to(rope2d.wide_dtype(rotary.turns)) * rope2d.RADIANS).to(dtype)  # (planes, n)
             places = positions[rotary.planes].movedim(0, -1)[..., None].to(dtype)  # (B, T, planes, 1)
             return (places * freqs).float().flatten(-2)
 
         rotary.angles = angles
+
+
+def precision(config: EvalConfig, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
 def longest_trained(trained: dict) -> int:
@@ -307,7 +311,7 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 10,
     )
-    rows, precision = [], torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+    rows = []
     for run, model, trained, task, kind, p in work:
         for bounds, n in zip(lengths, samples, strict=True):
             bar.set_description(f"{trained['pos_encoding']} {task} {bounds[1]}")
@@ -319,7 +323,7 @@ def copy_ladder(config: EvalConfig) -> list[dict]:
                 "step": trained["steps_done"],
                 "dtype": config.dtype,
             }
-            with precision:
+            with precision(config, device):
                 rows.append(about | evaluate(model, trained, task, kind, bounds, n, config, bar, p))
             if rows[-1]["exact_match"] < {"never": 0, "failure": 1, "zero": 1e-9}[config.stop]:
                 break
@@ -342,7 +346,7 @@ def text_losses(config: EvalConfig) -> list[dict]:
         losses, n_bytes = torch.zeros(len(windows), dtype=torch.float64), 0
         for i in tqdm(range(rank, len(windows), world), desc=run, unit="window", mininterval=1, disable=rank != 0):
             window = torch.from_numpy(corpus.read(windows[i : i + 1])).to(device)
-            with torch.inference_mode():
+            with torch.inference_mode(), precision(config, device):
                 losses[i] = model(window[:, :-1], window[:, 1:]).item() / corpus.length
             n_bytes += int(sizes[window[:, 1:]].sum())
         total = torch.cat([losses, torch.tensor([n_bytes], dtype=torch.float64)])
@@ -379,7 +383,8 @@ def write_text(config: EvalConfig) -> None:
     """Prints the prompt and what the first run's model writes after it, until its end-of-sequence token."""
     if not config.runs:
         raise ValueError("nothing to write with: give --runs=DIR")
-    model, trained = load_run(config.runs[0], config.checkpoint, pick_device(config.device))
+    device = pick_device(config.device)
+    model, trained = load_run(config.runs[0], config.checkpoint, device)
     tokenizer = tokenizer_of(config.runs[0], trained, config.tokenizer)
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     tokens = tokenizer.encode(prompt).tolist() or [tokenizer.eos]  # after an end of sequence, a text begins
@@ -388,10 +393,11 @@ def write_text(config: EvalConfig) -> None:
     new = model.generate(
         [tokens], config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.sample_seed
     )
-    for token in new:
-        if token.item() == tokenizer.eos:
-            break
-        print(decoder.decode(tokenizer.decode_bytes([token.item()])), end="", flush=True)
+    with precision(config, device):
+        for token in new:
+            if token.item() == tokenizer.eos:
+                break
+            print(decoder.decode(tokenizer.decode_bytes([token.item()])), end="", flush=True)
     print(decoder.decode(b"", final=True))
 
 

@@ -132,6 +132,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     the chunk itself are attended to apart, and weighted by their shares of the softmax.
     """
     T, past, group = q.shape[2], k.shape[2] - q.shape[2], q.shape[1] // k.shape[1]
+    if group > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32):  # no fused kernel has groups there
+        k, v, group = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1), 1
     if mask is not None or not past or T == 1:
         how = {"attn_mask": mask, "is_causal": mask is None and T > 1, "enable_gqa": group > 1}
         return F.scaled_dot_product_attention(q, k, v, scale=scale, **how)
@@ -202,7 +204,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, heads, D)
         if isinstance(self.q_norm, nn.RMSNorm):  # its weight in q's dtype, which autocast may have made bfloat16
             q, k = (
-                F.rms_norm(x, (D,), norm.weight.to(x.dtype), norm.eps)
+                F.rms_norm(x, (D,), norm.weight.to(x.dtype), norm.eps).to(x.dtype)  # on cuda autocast has float32
                 for x, norm in ((q, self.q_norm), (k, self.k_norm))
             )
         if self.log_n:
@@ -392,7 +394,8 @@ class Decoder(nn.Module):
         x = self.hidden(tokens)
         chunk = max(1, LOGITS_AT_ONCE[x.device.type] // self.config.vocab_size)
         if targets is not None and weight is None and targets.numel() > chunk:
-            return ChunkedLoss.apply(x.flatten(0, 1), self.head.weight, targets.flatten(), chunk)
+            head = self.head.weight if torch.is_grad_enabled() else self.head.weight.detach()  # or it gets a gradient
+            return ChunkedLoss.apply(x.flatten(0, 1), head, targets.flatten(), chunk)
         logits = self.head(x)
         if targets is None:
             return logits

@@ -107,13 +107,20 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` takes cuda, mps or cpu, the first that is there. ValueError for a device that is not."""
+    """`auto` takes cuda, mps or cpu, the first that is there. Of several GPUs, torchrun's for this process, which is
+    made the current one. ValueError for a device that is not there."""
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(kind for kind, is_there in there.items() if is_there)
     if not there[name]:
         raise ValueError(f"device={name!r}: not on this machine; it has {', '.join(k for k in there if there[k])}")
-    return torch.device(name)
+    if name != "cuda":
+        return torch.device(name)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)  # where nccl and triton work
+    # cuDNN's attention plans anew for each shape, and with few key heads decodes wrongly on a B200 (pytorch#193893).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    return device
 
 
 def flops(model: Decoder, micro: list[tuple[Tensor, Tensor]]) -> float:
@@ -166,7 +173,7 @@ class StopSignal:
             signal.signal(number, self.note)
 
     def note(self, number: int, frame) -> None:
-        if self.number:  # the second one means now
+        if self.number and number == signal.SIGINT:  # the second Ctrl-C means now; schedulers repeat SIGTERM
             sys.exit(128 + number)
         self.number = number
 
@@ -198,9 +205,8 @@ def train(
     fields named in `changes`."""
     rank, world = rank_and_world()
     device = pick_device(config.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
+    if device.type == "cuda" and config.task == "pretrain":
+        torch.backends.cuda.enable_cudnn_sdp(True)  # all batches have one shape
     if config.batch_size < config.grad_accum * world:
         raise ValueError(
             f"batch_size={config.batch_size}: less than grad_accum={config.grad_accum} x {world} processes"
@@ -249,7 +255,7 @@ def train(
             device_ids=[device.index] if device.type == "cuda" else None,
             broadcast_buffers=False,  # they are the same everywhere
             gradient_as_bucket_view=True,
-            find_unused_parameters=config.grid_steps > 0,  # the gates, once their grid has settled
+            find_unused_parameters=any(".grid." in name for name, _ in model.named_parameters()),  # once it has settled
         )
     if config.compile:
         wrapped = torch.compile(wrapped)
@@ -355,8 +361,9 @@ def train(
         step_loss = torch.zeros((), device=device)
         for i, (tokens, targets) in enumerate(micro):
             last = i == len(micro) - 1
-            with nullcontext() if last or world == 1 else wrapped.no_sync(), precision:
-                loss = wrapped(tokens.to(device), targets.to(device), weight) / n_targets
+            with nullcontext() if last or world == 1 else wrapped.no_sync():
+                with precision:
+                    loss = wrapped(tokens.to(device), targets.to(device), weight) / n_targets
                 (loss * world).backward()  # DDP averages over ranks; the sum over targets is what is wanted
             step_loss += loss.detach()
         loss, stopped = add_up(step_loss.item(), float(bool(stop.number)))

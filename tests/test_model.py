@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 import model
@@ -524,6 +525,28 @@ def test_the_chunked_loss_sums_weight_gradients_in_float32_under_autocast():
     assert (loss / exact[0] - 1).abs() < 1e-3
     for ours, theirs in ((dx, exact[1]), (dw, exact[2])):
         assert (ours - theirs).norm() < 0.01 * theirs.norm()  # a sum of 64 chunks in bfloat16 is off by more
+
+
+class Products(TorchDispatchMode):
+    """Notes the matrix products that are done."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.done += [function.name()] if "mm" in function.name() else []
+        return function(*args, **kwargs or {})
+
+
+def test_without_gradients_the_chunked_loss_makes_none(monkeypatch):
+    m, tokens = build("2d-rope").requires_grad_(), random_tokens(3, 20)
+    monkeypatch.setitem(model.LOGITS_AT_ONCE, "cpu", 7 * m.config.vocab_size)
+    with torch.no_grad(), Products() as logits:
+        m(tokens)
+    with torch.no_grad(), Products() as loss:
+        m(tokens, tokens)
+    assert len(loss.done) == len(logits.done) + 8  # nine chunks of up to 7 tokens in place of one product
 
 
 def test_a_model_takes_the_chunked_loss_where_logits_are_many(monkeypatch):

@@ -331,6 +331,8 @@ def test_the_loss_on_text_is_that_of_each_window(trained, data, tmp_path):
     losses = F.cross_entropy(model(rows[:, :-1]).mT, rows[:, 1:], reduction="none").mean(1).double()
     assert row["loss"] == pytest.approx(losses.mean().item(), rel=1e-6) and row["tokens"] == 20 * 48
     assert row["loss_standard_error"] == pytest.approx(losses.std().item() / math.sqrt(20), rel=1e-5)
+    rough = evaluation.text_losses(dataclasses.replace(config, dtype="bfloat16"))[0]["loss"]
+    assert 1e-6 < abs(rough - row["loss"]) < 0.02
     n_bytes = (rows[:, 1:] < 256).sum().item()  # an end of sequence has none
     assert row["bits_per_byte"] == pytest.approx(losses.sum().item() * 48 / math.log(2) / n_bytes, rel=1e-6)
     flags = [f"--runs={trained}", f"--val_data={data}/val", "--windows=20", f"--out_dir={tmp_path}", "--device=cpu"]

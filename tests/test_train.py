@@ -131,6 +131,16 @@ def test_two_processes_train_like_one(tmp_path, auto):
     assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
 
 
+def test_a_process_of_torchrun_has_the_gpu_of_its_own(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: current.append(on))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert train.pick_device("auto") == torch.device("cuda", 3) and current == [torch.device("cuda", 3), False]
+    assert train.pick_device("cpu") == torch.device("cpu")
+
+
 COSINE = dict(learning_rate=1.0, warmup_steps=10, max_steps=111)
 WSD = dict(learning_rate=1.0, warmup_steps=10, max_steps=100, schedule="wsd")
 SCHEDULES = [
@@ -207,6 +217,16 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, stops):
     assert log(out) == log(whole)
     assert (out / "validation.jsonl").read_text() == (whole / "validation.jsonl").read_text()
     assert [line["step"] for line in map(json.loads, open(out / "validation.jsonl"))] == [4, 8, 10]
+
+
+def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    stop = train.StopSignal()
+    for number in (signal.SIGTERM, signal.SIGTERM):
+        stop.note(number, None)
+        assert stop.number == signal.SIGTERM
+    with pytest.raises(SystemExit, match="130"):
+        stop.note(signal.SIGINT, None)
 
 
 def test_a_stop_leaves_a_checkpoint_of_the_step_it_came_in(tmp_path):
