@@ -11,7 +11,7 @@ _encodings = {
     "h-rope": "--pos_encoding=h-rope",
     "2d-rope": "",
     "2d-rope-uniform": "--freqs=uniform",
-    "auto-2d-rope-uniform": "--pos_encoding=auto-2d-rope --freqs=uniform --grid_steps=250 --max_steps=850",
+    "auto-2d-rope-uniform": "--pos_encoding=auto-2d-rope --freqs=uniform --grid_steps=250 --max_steps=850 --noise=0.3",
 }
 _common = "config/toy_copy.py config/toy_12layer.py --max_length=25 --freqs=geometric"
 _layers = {

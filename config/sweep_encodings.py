@@ -16,7 +16,7 @@ _rows = {
     "2d-rope-learned": "--freqs=geometric --freqs_learned=True",
     "auto-sigmoid": "--pos_encoding=auto-2d-rope --logit_scale=log_n --max_steps=850 --auto_gate=sigmoid --auto_bias=2 "
     "--gate_lr_scale=30",
-    "auto-saturating": "--pos_encoding=auto-2d-rope --grid_steps=250 --max_steps=850 --logit_scale=log_n",
+    "auto-saturating": "--pos_encoding=auto-2d-rope --grid_steps=250 --max_steps=850 --logit_scale=log_n --noise=0.3",
 }
 _sizes = {1: "", 4: "--n_layer=4"}
 runs = tuple(
