@@ -118,10 +118,12 @@ def atomic(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             message = f"{path}: cannot be written, is the disk full? What was there before is kept ({reason})"
             raise RuntimeError(message) from error
         raise
-    if os.name == "posix":
+    with contextlib.suppress(OSError):  # the name on the disk, too, where folders can be flushed
         folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

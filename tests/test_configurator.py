@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -557,6 +558,19 @@ def test_save_leaves_the_old_file_when_it_fails(config, monkeypatch):
         save("saved.py", Model(n_layer=2))
     assert os.listdir() == ["saved.py"]
     assert configure(Model, argv=["saved.py"]) == Model(n_layer=1)
+
+
+def test_a_folder_that_cannot_be_flushed_does_no_harm(config, monkeypatch):
+    flush = os.fsync
+
+    def files_alone(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError("a folder")
+        flush(fd)
+
+    monkeypatch.setattr(os, "fsync", files_alone)
+    save("saved.py", Model(n_layer=2))
+    assert configure(Model, argv=["saved.py"]) == Model(n_layer=2)
 
 
 def test_save_leaves_nothing_else(config):
