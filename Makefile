@@ -38,10 +38,10 @@ seeds: env
 	  --lengths=20,320,5120,20480 --samples=100,20,4,1 --out_dir=$(SEEDS)
 
 figure4: env
-	$(PY) sweep.py config/figure4.py
+	$(PY) -m scripts.sweep config/figure4.py
 
 data/text/val.jsonl.zst: | env
-	$(PY) data_dclm.py --local_text=data/text
+	$(PY) -m scripts.local_text --out_dir=data/text
 
 toy-data: data/text/val.jsonl.zst
 	for part in train val; do $(PY) data_dclm.py --sources=data/text/$$part.jsonl.zst --tokenizer=bytes --length=512 \

@@ -1,24 +1,181 @@
-"""A run's directory: checkpoints that survive a kill, logs that are cut back to where a run goes on.
+"""A run: its device and ranks, its checkpoints, which survive a kill, and its logs.
 
-save(payload, "out/run/last.pt")                      # a kill leaves the old file or the new one, whole
-model = load_model(read("out/run/last.pt"))           # weights_only, checksums compared
+save(payload, "out/run/last.pt")               # a kill leaves the old file or the new one, whole
+model, trained = load_run("out/run")           # the model in evaluation mode, and the config it was trained with
 """
 
 import json
+import os
+import platform
+import signal
+import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
 
 import configurator
 from model import Decoder, ModelConfig
 
+T = TypeVar("T")
+
+
+def check_seeds(**seeds: int) -> None:
+    """ValueError for a seed that some generator would not take."""
+    for name, seed in seeds.items():
+        if not 0 <= seed < 2**63:
+            raise ValueError(f"{name}={seed}: expected 0 to 2^63 - 1")
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is cuda, mps or cpu, the first that is there. Of several GPUs it is torchrun's for this process, which
+    becomes the current one. ValueError for a device that is not there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(kind for kind, is_there in there.items() if is_there)
+    if not there[name]:
+        raise ValueError(f"device={name!r}: not on this machine; it has {', '.join(k for k in there if there[k])}")
+    if name != "cuda":
+        return torch.device(name)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)  # where nccl and triton work
+    return device
+
+
+# Dense bfloat16 FLOP/s of GPUs, by what torch.cuda.get_device_name says; NVIDIA's data sheets.
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Of a GPU that is known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for gpu, peak in PEAK_FLOPS.items() if gpu in name), None)
+
+
+def to_device(device: torch.device, *arrays: NDArray) -> list[Tensor]:
+    """Arrays as tensors on a device. To a GPU they go from pinned memory, so that the host need not wait."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device.type == "cuda":
+        return [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+    return [tensor.to(device) for tensor in tensors]
+
+
+def autocast(device: torch.device, dtype: str) -> torch.autocast:
+    """Matrix products in `dtype`, bfloat16 or float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+
+
+def progress(total: int | None, unit: str, **how: Any) -> tqdm:
+    """A progress bar on rank 0; in a file, where each update is a line, one every ten seconds."""
+    seconds = 0.2 if sys.stderr.isatty() else 10
+    hidden = rank_and_world()[0] != 0
+    return tqdm(total=total, unit=unit, disable=hidden, dynamic_ncols=True, mininterval=seconds, **how)
+
+
+# Ranks. Without torchrun there is one, and nothing is sent.
+
+
+def rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gather(value: T) -> list[T]:
+    """The value of each rank, in order; for small Python objects."""
+    values = [value] * rank_and_world()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def on_all_ranks(make: Callable[[], T]) -> T:
+    """make() on every rank. An error on any of them is raised on all, so that none is left waiting."""
+    result, error = None, None
+    try:
+        result = make()
+    except (ValueError, OSError, RuntimeError) as caught:
+        error = caught
+    messages = gather(None if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise RuntimeError(f"rank {rank}: {message}")
+    return result
+
+
+def check_same_ranks(facts: Mapping[str, Any]) -> None:
+    """RuntimeError, on all ranks, unless all have the same facts."""
+    everywhere = gather(dict(facts))
+    for rank, other in enumerate(everywhere):
+        if lines := configurator.diff(other, everywhere[0]):
+            raise RuntimeError(f"rank {rank} has another config or other data than rank 0: {'; '.join(lines)}")
+
+
+def sum_over_ranks(device: torch.device, *values: float | Tensor) -> Tensor:
+    """The sum of each value over the ranks: (N,), float64 where the device has it."""
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    total = torch.stack([torch.as_tensor(value, dtype=wide, device=device) for value in values])
+    if rank_and_world()[1] > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def sync(model: Decoder, optimizer: torch.optim.AdamW) -> None:
+    """Gives all ranks the weights, buffers and optimizer state of rank 0, the only one that needs a checkpoint."""
+    if rank_and_world()[1] == 1:
+        return
+    for tensor in model.state_dict().values():
+        if isinstance(tensor, Tensor):
+            dist.broadcast(tensor, 0)
+    has_state = gather([len(optimizer.state[p]) > 0 for p in model.parameters()])[0]
+    for p, present in zip(model.parameters(), has_state, strict=True):
+        state = optimizer.state[p]
+        if present and not state:
+            state["step"] = torch.zeros((), device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        for name in sorted(state):
+            dist.broadcast(state[name], 0)
+
+
+def from_rank_0(saved: dict | None) -> dict | None:
+    """Rank 0's checkpoint on all ranks; the others get its facts alone, and weights that `sync` will overwrite."""
+    facts = None
+    if saved:
+        small = {name: p for name, p in saved["model"].items() if name == "newlines" or not isinstance(p, Tensor)}
+        facts = {**saved, "model": small, "optimizer": None}
+    facts = gather(facts)[0]
+    if rank_and_world()[0] == 0 or facts is None:
+        return saved
+    untrained = Decoder(model_config_of(facts), facts["model"]["newlines"])
+    return facts | {"model": untrained.state_dict() | facts["model"]}
+
+
+class StopSignal:
+    """SIGTERM and SIGINT end the run after the step at hand, with a checkpoint."""
+
+    def __init__(self):
+        self.number = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.note)
+
+    def note(self, number: int, frame: Any) -> None:
+        if self.number and number == signal.SIGINT:  # the second Ctrl-C means now; schedulers repeat SIGTERM
+            sys.exit(128 + number)
+        self.number = number
+
+
+# Checkpoints: a dict of model, optimizer, step, best, config (all knobs, flat) and data (fingerprints).
+
 
 def save(payload: dict, path: str | Path) -> None:
-    """Writes a checkpoint. Raises as configurator.atomic."""
+    """Writes a checkpoint. RuntimeError where it cannot be written; the old file is kept then."""
     with configurator.atomic(path) as file:
         try:
             torch.save(payload, file)
@@ -27,59 +184,157 @@ def save(payload: dict, path: str | Path) -> None:
 
 
 def read(path: str | Path) -> dict:
-    """The dict that train.py saved, on the CPU. FileNotFoundError, or RuntimeError for a file that is damaged or not
-    ours."""
+    """The dict that train.py saved, its tensors mapped from the file. FileNotFoundError, or RuntimeError for a file
+    that is damaged or not ours."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such checkpoint")
+        raise FileNotFoundError(f"{path}: no such checkpoint; train.py writes last.pt and best.pt into its out_dir")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load looks neither at checksums nor for what it calls folders
             flagged = [record.filename for record in archive.infolist() if record.external_attr]
             if bad := archive.testzip() or flagged:
                 raise zipfile.BadZipFile(f"damaged record {bad}")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged file fails in a dozen ways
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RuntimeError(f"{path}: damaged, or not a checkpoint ({reason})") from error
-    if not isinstance(checkpoint, dict) or not {"model", "config"} <= checkpoint.keys():
-        raise RuntimeError(f"{path}: not a checkpoint of train.py: no 'model' and 'config' in it")
-    return checkpoint
+        hint = "put a copy in its place, or move it away and train again"
+        raise RuntimeError(f"{path}: damaged, or not a checkpoint ({reason}): {hint}") from error
+    if not isinstance(saved, dict) or not {"model", "config", "step", "data"} <= saved.keys():
+        raise RuntimeError(f"{path}: not a checkpoint of train.py: expected model, config, step and data in it")
+    return saved
 
 
-def load_model(checkpoint: dict, device: str | torch.device = "cpu", **changes) -> Decoder:
-    """The model in a checkpoint; `changes` replace values of its config. What is rotated by, and how fast, may be
-    changed. ValueError for changes that other weights would be needed for."""
-    names = {field.name for field in fields(ModelConfig)}
-    values = {name: value for name, value in checkpoint["config"].items() if name in names}
-    weights = checkpoint["model"]
-    model = Decoder(ModelConfig(**values | changes), weights["newlines"])
-    if changes:
+FREQUENCIES = {"pos_encoding", "freqs", "freqs_seed", "freqs_learned", "rotary_fraction", "rope_theta", "head_dim"}
+
+
+def load_model(saved: dict, device: str | torch.device = "cpu", **changes: Any) -> Decoder:
+    """The model in a checkpoint; `changes` replace values of its config. The encoding and its frequencies may change.
+    ValueError for changes that need weights of other shapes."""
+    weights = saved["model"]
+    model = Decoder(model_config_of(saved, **changes), weights["newlines"])
+    if changes.keys() & FREQUENCIES:  # frequencies are the new config's
         own = model.state_dict()
         weights = {name: p for name, p in weights.items() if "rotary." not in name}
-        weights |= {name: p for name, p in own.items() if "rotary." in name}  # frequencies are the new config's
-        shapes = [{name: tuple(p.shape) for name, p in side.items()} for side in (weights, own)]
-        if lines := configurator.diff(*shapes):
+        for name, p in own.items():
+            if "rotary." in name:
+                weights[name] = p
+    if changes:
+        theirs, ours = ({n: getattr(p, "shape", ()) for n, p in side.items()} for side in (weights, model.state_dict()))
+        if lines := configurator.diff(theirs, ours):
             raise ValueError(f"{changes}: the checkpoint's weights do not fit: {'; '.join(lines[:3])}")
     model.load_state_dict(weights)
     return model.to(device)
 
 
-def find_run(out: Path, init: str, config: Mapping[str, Any], data: Mapping[str, Any]) -> dict | None:
-    """The checkpoint to go on from, or None to start. ValueError if `out` holds a run of another config or on other
-    data. init: `auto`, `scratch` (there must be none) or `resume` (there must be one)."""
+def model_config_of(saved: dict, **changes: Any) -> ModelConfig:
+    names = {field.name for field in fields(ModelConfig)}
+    return ModelConfig(**{name: value for name, value in saved["config"].items() if name in names} | changes)
+
+
+def load_run(
+    path: str, which: str = "last", device: str | torch.device = "cpu", **changes: Any
+) -> tuple[Decoder, dict]:
+    """The model of a run directory or checkpoint file, in evaluation mode, and the config it was trained with;
+    `steps_done` and `data`, its fingerprints, are added to that."""
+    file = Path(path) / f"{which}.pt" if Path(path).is_dir() else Path(path)
+    saved = read(file)
+    if torch.device(device).type == "cuda":
+        # cuDNN's attention plans anew for each shape, and decodes wrongly with few key heads (pytorch#193893).
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    trained = saved["config"] | {"steps_done": saved["step"], "data": saved["data"]}
+    return load_model(saved, device, **changes).eval(), trained
+
+
+# Where a run starts.
+
+
+def decay_start(max_steps: int) -> int:
+    """The first step whose learning rate the schedule `wsd` lowers: the last tenth of the steps decay."""
+    return max_steps - max(1, max_steps // 10)
+
+
+def load_start(init_from: str, changes: dict[str, Any]) -> tuple[Decoder, dict]:
+    """A model to start from, of a run directory, a checkpoint, or a Hugging Face folder, with `changes` of its config;
+    and the fingerprint of its vocabulary or tokenizer."""
+    folder = Path(init_from)
+    if (folder / "config.json").exists():
+        import hf
+
+        return hf.load(folder, **changes), {"tokenizer": hf.fingerprint(folder)}
+    saved = read(folder / "last.pt" if folder.is_dir() else folder)
+    return load_model(saved, **changes), saved["data"]
+
+
+def check_same_tokens(init_from: str, theirs: dict, ours: dict) -> None:
+    """ValueError where the model of init_from was trained with another vocabulary or tokenizer."""
+    for kind in ("tokenizer", "vocabulary"):
+        if kind in ours and theirs.get(kind) != ours[kind]:
+            hint = "give --tokenizer, which says where its own is"
+            raise ValueError(
+                f"{init_from} was trained with another {kind}: {theirs.get(kind)}, not {ours[kind]}; {hint}"
+            )
+
+
+def find_run(out: Path, init: str, schedule: str, max_steps: int) -> dict | None:
+    """The checkpoint that a run in `out` goes on from, or None. init: `auto`, `scratch` (there must be none), `resume`
+    (there must be one). A `wsd` run that was asked for other max_steps goes on from before its decay."""
     path = out / "last.pt"
+    if path.exists() and init == "scratch":
+        raise ValueError(f"init='scratch', but {path} exists: choose another --out_dir, or move that run away")
+    if not path.exists() and init == "resume":
+        raise FileNotFoundError(f"init='resume', but {path} does not exist: leave --init out to start this run")
     if not path.exists():
-        if init == "resume":
-            raise FileNotFoundError(f"init='resume', but {path} does not exist")
         return None
-    if init == "scratch":
-        raise ValueError(f"init='scratch', but {path} exists: choose another out_dir, or move that run away")
-    checkpoint = read(path)
-    theirs = {name: checkpoint["config"].get(name, "absent") for name in config} | checkpoint.get("data", {})
-    if lines := configurator.diff(theirs, {**config, **data}):
-        differences = "\n  ".join(lines)
-        raise ValueError(f"{out} holds another run: choose another out_dir, or move that one away\n  {differences}")
-    return checkpoint
+    saved = read(path)
+    before = saved["config"]
+    if before["schedule"] == schedule == "wsd" and before["max_steps"] != max_steps:
+        return before_decay(out, saved, max_steps)
+    return saved
+
+
+# Knobs that may change when a run goes on: they do not change what is computed, up to rounding.
+MAY_CHANGE = {"out_dir", "init", "grad_accum", "eval_interval", "eval_steps", "checkpoint_interval", "device"}
+MAY_CHANGE |= {"compile", "recompute", "wandb"}
+MAY_CHANGE |= {"tokenizer", "train_data", "val_data", "chats", "val_chats"}  # where they are; the data has fingerprints
+
+
+def check_same_run(out: Path, saved: dict, config: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """ValueError unless a checkpoint was trained with this config and on data with these fingerprints."""
+    fixed = {name: value for name, value in config.items() if name not in MAY_CHANGE}
+    if config["schedule"] == "wsd":
+        del fixed["max_steps"]  # see before_decay
+    theirs = {name: saved["config"].get(name, "absent") for name in fixed}
+    if lines := configurator.diff({**theirs, **saved["data"]}, {**fixed, **data}):
+        hint = f"choose another --out_dir, or move that run away (mv {out} {out}-old)"
+        raise ValueError("\n  ".join([f"{out} holds another run: {hint}", *lines]))
+
+
+def before_decay(out: Path, saved: dict, max_steps: int) -> dict:
+    """The checkpoint from which a `wsd` run goes on to another max_steps: the newest that no decay has touched, so that
+    the result is that of a run that had max_steps from the start. ValueError where there is none."""
+    start = min(decay_start(saved["config"]["max_steps"]), decay_start(max_steps))
+    stable = out / "stable.pt"
+    if saved["step"] > start and stable.exists():
+        saved = read(stable)
+    if saved["step"] > start:
+        hint = f"max_steps={max_steps} would have to start its decay at step {start}: give a larger one"
+        raise ValueError(f"{out} has no checkpoint from before step {saved['step']}, but {hint}")
+    return saved
+
+
+def write_facts(path: Path, model: Decoder, data: Mapping[str, Any]) -> None:
+    """run.json: what made the run, beside its config."""
+    facts = {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "device": str(model.newlines.device),
+        "processes": rank_and_world()[1],
+        "threads": torch.get_num_threads(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "data": dict(data),
+    }
+    configurator.write_json(path, facts)
 
 
 def open_log(path: Path, step: int) -> TextIO:
@@ -91,8 +346,35 @@ def open_log(path: Path, step: int) -> TextIO:
     return open(path, "a")
 
 
+class Logs:
+    """log.jsonl and validation.jsonl of a run, and its lines on Weights & Biases where a project is given. Only rank 0
+    writes."""
+
+    def __init__(self, out: Path, step: int, wandb_project: str | None, resolved: dict):
+        self.files, self.wandb = {}, None
+        if rank_and_world()[0] != 0:
+            return
+        self.files = {name: open_log(out / f"{name}.jsonl", step) for name in ("log", "validation")}
+        if wandb_project:
+            try:
+                import wandb
+            except ImportError as error:
+                raise ValueError(f"wandb={wandb_project!r}: not installed, pip install wandb") from error
+            note = out / "wandb_id"  # so that a run that goes on is the same one there
+            if not note.exists():
+                note.write_text(os.urandom(6).hex())
+            run_id = note.read_text()
+            self.wandb = wandb.init(project=wandb_project, id=run_id, name=str(out), config=resolved, resume="allow")
+
+    def write(self, name: str, line: dict[str, Any]) -> None:
+        if name in self.files:
+            print(json.dumps(line), file=self.files[name], flush=True)
+        if self.wandb:
+            self.wandb.log(line, step=line["step"])
+
+
 def last_validated(out: Path) -> int:
-    """The step of the last validation that a run's directory knows of, -1 for none."""
+    """The step of the last validation in a run's directory, -1 for none."""
     path = out / "validation.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=-1)

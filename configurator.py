@@ -13,15 +13,17 @@ The knobs are the fields of one or more dataclasses; a field's annotation is its
     train, model = configure(Train, Model, doc=__doc__)
 
 Types: str, int, float, bool, None, Literal, lists and tuples of these, unions of all. A config file is plain Python
-that assigns to knobs and may read what they are so far; names of its own start with an underscore.
+that assigns to knobs and may read what they are so far (and nan and inf); names of its own start with an underscore.
 """
 
 import ast
 import contextlib
-import dataclasses
 import difflib
+import errno
+import functools
 import inspect
 import io
+import json
 import math
 import os
 import shlex
@@ -31,16 +33,22 @@ import tokenize
 import traceback
 import types
 import typing
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 WORDS = {"true": True, "false": False, "nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+NO_FIT = object()  # what _fit returns for a value of another type
+NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EROFS)  # no such thing here
 
 
-class Knob(NamedTuple):
-    owner: type
-    hint: Any
+@dataclass
+class Knob:
+    name: str
+    owner: type  # the dataclass that it is a field of
+    hint: Any  # its type
     default: Any
 
 
@@ -48,13 +56,13 @@ def configure(
     *classes: type, argv: Sequence[str] | None = None, doc: str | None = None, given: set[str] | None = None
 ) -> Any:
     """One instance per class, in order (no tuple around a single one); `argv` is sys.argv[1:] where None. The names
-    that it assigns go to `given`.
+    that it assigns are added to `given`.
 
     ValueError for an unknown name or a wrong value, FileNotFoundError for a missing config file. --help exits.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        print(_help(classes, doc))
+        print(_help(classes, doc), flush=True)
         sys.exit(0)
     values = resolve(classes, argv, given)
     configs = tuple(build(cls, values) for cls in classes)
@@ -62,7 +70,7 @@ def configure(
 
 
 def resolve(classes: Sequence[type], argv: Sequence[str], given: set[str] | None = None) -> dict[str, Any]:
-    """The value of every knob, by name, after `argv` from left to right; the names that it assigns go to `given`."""
+    """The value of every knob, by name, after `argv` from left to right; `given` and errors as in `configure`."""
     knobs = _knobs(classes)
     values = {name: knob.default for name, knob in knobs.items()}
     given = set() if given is None else given
@@ -72,12 +80,11 @@ def resolve(classes: Sequence[type], argv: Sequence[str], given: set[str] | None
             continue
         name, equals, text = item[2:].partition("=")
         if name not in knobs:
-            raise ValueError(f"--{name}: unknown name, the nearest known one is --{_nearest(name, knobs)}")
-        hint = knobs[name].hint
+            near = _nearest(name, knobs)
+            raise ValueError(f"--{name}: unknown name, the nearest known one is --{near}; --help lists all")
         if not equals:
-            forms = ["True", "False"] if bool in (hint, *typing.get_args(hint)) else [_show(knobs[name].default)]
-            raise ValueError(f"--{name} has no value: write {' or '.join(f'--{name}={form}' for form in forms)}")
-        values[name] = _checked(name, text, hint, "the command line", _readings(text))
+            raise ValueError(f"--{name} has no value: write --{name}=... ({_expected(knobs[name].hint)})")
+        values[name] = _check(knobs[name], text, "the command line", _readings(text))
         given.add(name)
     return values
 
@@ -85,66 +92,151 @@ def resolve(classes: Sequence[type], argv: Sequence[str], given: set[str] | None
 def build(cls: type, values: Mapping[str, Any]) -> Any:
     """A `cls` from those `values` that are fields of it; other names are ignored, missing ones keep their default."""
     knobs = _knobs([cls])
-    return cls(**{n: _checked(n, values.get(n, knob.default), knob.hint, "values") for n, knob in knobs.items()})
+    return cls(**{name: _check(knob, values.get(name, knob.default), "values") for name, knob in knobs.items()})
 
 
 def save(path: str | os.PathLike[str], *configs: Any) -> None:
     """Write a config file that gives the same configs again. Raises as `atomic`."""
-    knobs = _knobs([type(config) for config in configs])
-    owners = {type(config): config for config in configs}
-    values = {n: _checked(n, getattr(owners[knob.owner], n), knob.hint, "save") for n, knob in knobs.items()}
+    lines = []
+    for config in configs:
+        for name, knob in _knobs([type(config)]).items():
+            lines.append(f"{name} = {_check(knob, getattr(config, name), 'save')!r}\n")
     with atomic(path) as file:
-        file.writelines(f"{name} = {_source(value)}\n".encode() for name, value in values.items())
+        file.write("".join(lines).encode())
+
+
+def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """A line per name whose values differ: `learning_rate: 0.002 there, 0.001 here`; a is there, b is here."""
+    there = {name: repr(value) for name, value in a.items()}  # as text: nan is not equal to itself
+    here = {name: repr(value) for name, value in b.items()}
+    differ = [name for name in {**a, **b} if there.get(name) != here.get(name)]
+    return [f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here" for name in differ]
 
 
 @contextlib.contextmanager
 def atomic(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A file to write, which takes the name `path` when it is whole and on the disk: a kill leaves the old file or the
-    new one. RuntimeError where it cannot be written, as on a full disk; the old one is kept then, too."""
+    new one, and of two processes that write `path` the later one wins. RuntimeError where it cannot be written, as on
+    a full disk; the old file is kept then, too."""
     path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb", 2**20) as file:
+        with open(temporary, "xb", 2**20) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            _fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException as error:
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            reason = error.strerror or error
-            message = f"{path}: cannot be written, is the disk full? What was there before is kept ({reason})"
-            raise RuntimeError(message) from error
-        raise
     with contextlib.suppress(OSError):  # the name on the disk, too, where folders can be flushed
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            _fsync(folder)
         finally:
             os.close(folder)
 
 
-def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """A line per name whose values differ: `learning_rate: 0.002 there, 0.001 here`; a is there, b is here."""
-    there, here = ({name: repr(value) for name, value in side.items()} for side in (a, b))  # nan differs from nan by ==
-    names = [name for name in {**a, **b} if there.get(name) != here.get(name)]
-    return [f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here" for name in names]
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Write `value` as JSON, indented. Raises as `atomic`."""
+    with atomic(path) as file:
+        file.write(json.dumps(value, indent=1).encode() + b"\n")
+
+
+def lock(folder: str | os.PathLike[str], what: str = "--out_dir") -> BinaryIO:
+    """Reserve `folder` for this process, and remove the *.tmp files that killed processes left in it.
+
+    Keep the file that is returned: closing it frees the folder, and so does the end of the process, even by kill -9.
+    ValueError if another process has the folder (`what` is the knob to change then), RuntimeError if it cannot be
+    written. Where the file system has no locks, that is said once, and the folder is not reserved.
+    """
+    path = Path(folder) / ".lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+b", buffering=0)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    try:
+        import fcntl  # POSIX alone has it
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().decode() or "another process"
+        file.close()
+        advice = f"wait for it, stop it, or choose another {what}"
+        raise ValueError(f"{folder} is in use by {holder}: {advice}") from None
+    except (ImportError, OSError) as error:
+        _say_once(f"no file locks here ({error}): take care that no two runs have the same {what}")
+        return file
+    held = weakref.ref(file)  # a forked worker that outlives this process must not keep the lock
+    os.register_at_fork(after_in_child=lambda: held() and held().close())
+    for stale in path.parent.glob("*.tmp"):
+        with contextlib.suppress(OSError):
+            stale.unlink()
+    with contextlib.suppress(OSError):  # the disk may be full: the message above does without
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}".encode())
+    return file
 
 
 def run_cli(run: Callable[[], None]) -> None:
     """Run a script: its errors become `error: <message>` and exit status 2, or a traceback with NANO2D_TRACEBACK=1."""
     try:
         run()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if os.environ.get("NANO2D_TRACEBACK") == "1":
             raise
-        hint = " (NANO2D_TRACEBACK=1 shows where)" if isinstance(error, RuntimeError) else ""
-        print(f"error: {error}{hint}", file=sys.stderr)
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            sys.exit(141)  # as a shell reports it
+        message = str(error)
+        if isinstance(error, MemoryError):
+            advice = "ask for less at once, such as fewer samples or a smaller batch"
+            message = f"not enough memory: {message or 'it is used up'}; {advice}"
+        if isinstance(error, RuntimeError | MemoryError):
+            message += " (NANO2D_TRACEBACK=1 shows where)"
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+def _output_is_closed() -> bool:
+    """Whether nobody reads standard output any more, as in `python eval.py ... | head`."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return True
+    return False
+
+
+def _cannot_write(path: Path, error: OSError) -> RuntimeError:
+    reason = error.strerror or str(error)
+    if error.filename is not None:
+        reason += f": {error.filename}"
+    advice = "mend that, or choose another folder"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = "is the disk full? Make room, then run the same command again"
+    return RuntimeError(f"{path}: cannot be written ({reason}), nothing was replaced: {advice}")
+
+
+def _fsync(handle: int) -> None:
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_FSYNC:
+            raise
+        _say_once(f"no fsync on this file system ({error.strerror}): a power cut may lose the newest files")
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    print(message, file=sys.stderr)
 
 
 def _knobs(classes: Sequence[type]) -> dict[str, Knob]:
@@ -152,123 +244,139 @@ def _knobs(classes: Sequence[type]) -> dict[str, Knob]:
     knobs: dict[str, Knob] = {}
     for cls in classes:
         hints = typing.get_type_hints(cls)
-        for field in (field for field in dataclasses.fields(cls) if field.init):
-            name, factory = field.name, field.default_factory
+        for field in fields(cls):
+            name = field.name
+            if not field.init:
+                continue
             if name in knobs:
                 raise ValueError(f"{name} is in both {knobs[name].owner.__name__} and {cls.__name__}: rename one")
-            default = field.default if factory is dataclasses.MISSING else factory()
-            knobs[name] = Knob(cls, hints[name], _checked(name, default, hints[name], f"{cls.__name__}'s default"))
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            knobs[name] = Knob(name, cls, hints[name], default)
+            knobs[name].default = _check(knobs[name], default, f"{cls.__name__}'s default")
     return knobs
 
 
 def _find(item: str) -> Path:
     """The config file `item`, in the working directory or else in the running script's folder."""
     if not item.endswith(".py"):
-        meant = f", did you mean --{item.lstrip('-')}?" if "=" in item else ""
-        raise ValueError(f"{item!r} is neither --name=value nor a config file (*.py){meant}")
-    tried = list(dict.fromkeys(folder / item for folder in (Path.cwd(), Path(sys.argv[0]).parent.resolve())))
+        hint = f"did you mean --{item.lstrip('-')}?" if "=" in item else "--help lists the names"
+        raise ValueError(f"{item!r} is neither --name=value nor a config file (*.py): {hint}")
+    tried = [Path.cwd() / item, Path(sys.argv[0]).parent.resolve() / item]
     for path in tried:
         if path.is_file():
             return path
-    looked = " and ".join(map(str, tried))
-    near = _nearest(Path(item).name, sorted({file.name for path in tried for file in path.parent.glob("*.py")}), 3)
+    there = {file.name for path in tried for file in path.parent.glob("*.py")}
+    near = _nearest(Path(item).name, sorted(there), 3)
+    looked = " and ".join(dict.fromkeys(map(str, tried)))
     raise FileNotFoundError(f"no config file {item}: looked for {looked}; near names there: {near}")
 
 
 class _Space(dict):
     """What a config file runs in; notes the names that it assigns."""
 
-    def __init__(self, names: Mapping[str, Any], assigned: set[str]):
+    def __init__(self, names: Mapping[str, Any]):
         super().__init__(names)
-        self.assigned = assigned
+        self.assigned: set[str] = set()
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.assigned.add(name)
         super().__setitem__(name, value)
+        self.assigned.add(name)
 
 
 def _run_file(path: Path, values: Mapping[str, Any], knobs: Mapping[str, Knob], given: set[str]) -> dict[str, Any]:
-    """The values after the config file `path` has run on them; the knobs that it assigns go to `given`."""
-    space = _Space({**values, "__file__": str(path)}, assigned := set())
+    """The values after the config file `path` has run on them; the knobs that it assigns are added to `given`."""
+    space = _Space({**WORDS, **values, "__file__": str(path)})
     try:
         exec(compile(path.read_text("utf-8-sig"), str(path), "exec", dont_inherit=True), space)
     except Exception as error:
-        at = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = at[-1] if at else getattr(error, "lineno", None)  # a file that does not compile has no frame
-        raise ValueError(f"{path}, line {line}: {type(error).__name__}: {error}") from error
-    for name in space:
-        own = name.startswith("_") or isinstance(space[name], types.ModuleType) or callable(space[name])
-        if name not in knobs and not own:
+        where = f"{path}, line {error.lineno}" if isinstance(error, SyntaxError) else str(path)
+        for frame in traceback.extract_tb(error.__traceback__):
+            if frame.filename == str(path):
+                where = f"{path}, line {frame.lineno}"
+        raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+    for name, value in space.items():
+        own = name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)
+        if name not in knobs and name not in WORDS and not own:
             hint = f"the nearest known one is {_nearest(name, knobs)}; a name of the file's own starts with _"
             raise ValueError(f"{path}: unknown name {name}, {hint}")
-    given |= assigned & knobs.keys()
-    return {name: _checked(name, space.get(name, values[name]), knob.hint, str(path)) for name, knob in knobs.items()}
+    given.update(space.assigned & knobs.keys())
+    return {name: _check(knob, space.get(name, values[name]), str(path)) for name, knob in knobs.items()}
 
 
 def _nearest(name: str, known: Iterable[str], n: int = 1) -> str:
     return ", ".join(difflib.get_close_matches(name.lower(), known, n, cutoff=0.0)) or "none"
 
 
-def _checked(name: str, value: Any, hint: Any, origin: str, readings: Sequence[Any] = ()) -> Any:
-    """`value`, or the first of its `readings`, as the type `hint`."""
-    for reading in readings or [value]:
-        if fits := _fits(reading, hint):
-            return fits[0]
-    kind = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
-    raise ValueError(f"{name} = {value!r} (from {origin}): expected {'True or False' if hint is bool else kind}")
+def _check(knob: Knob, value: Any, origin: str, readings: Sequence[Any] | None = None) -> Any:
+    """`value`, or the first of its `readings` that fits, as the knob's type."""
+    for reading in [value] if readings is None else readings:
+        fit = _fit(reading, knob.hint)
+        if fit is not NO_FIT:
+            return fit
+    raise ValueError(f"{knob.name} = {value!r} (from {origin}): expected {_expected(knob.hint)}")
 
 
-def _fits(value: Any, hint: Any) -> list[Any]:
-    """[`value` as the type `hint`], or [] if it is none: ints pass for floats, lists for tuples and the reverse."""
+def _fit(value: Any, hint: Any) -> Any:
+    """`value` as the type `hint`, or NO_FIT. An int passes for a float, a list for a tuple and the reverse."""
     kind, args = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
-        fits = [fit for arg in args for fit in _fits(value, arg)]
-        return sorted(fits, key=lambda fit: repr(fit) != repr(value))[:1]  # 3 stays an int under `float | int`
+        fits = [_fit(value, arg) for arg in args]
+        if type(value) in args:  # 3 stays an int under `float | int`
+            return value
+        return next((fit for fit in fits if fit is not NO_FIT), NO_FIT)
     if kind is typing.Literal:
-        return [arg for arg in args if type(arg) is type(value) and arg == value]
+        return next((arg for arg in args if type(arg) is type(value) and arg == value), NO_FIT)
     if kind in (tuple, list) and args:
         if not isinstance(value, tuple | list):
-            return []
-        hints = args if kind is tuple and args[-1] is not ... else args[:1] * len(value)
-        fits = [fit for item, arg in zip(value, hints, strict=False) for fit in _fits(item, arg)]
-        return [kind(fits)] if len(fits) == len(value) == len(hints) else []
+            return NO_FIT
+        if kind is list or args[-1] is ...:
+            args = args[:1] * len(value)
+        if len(args) != len(value):
+            return NO_FIT
+        fits = [_fit(item, arg) for item, arg in zip(value, args, strict=True)]
+        return NO_FIT if NO_FIT in fits else kind(fits)
     if kind is types.NoneType:
-        return [None] if value is None else []
+        return None if value is None else NO_FIT
     if kind not in (str, int, float, bool):
         raise TypeError(f"annotation {hint}: configurator.py does not know this type")
-    accepted = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
-    return [kind(value)] if accepted else []
+    if isinstance(value, bool) != (kind is bool):  # to Python, a bool is an int
+        return NO_FIT
+    accepted = (int, float) if kind is float else kind
+    return kind(value) if isinstance(value, accepted) else NO_FIT
 
 
 def _readings(text: str) -> list[Any]:
     """What `text` on a command line may mean, in order: Python, a list of Python, text, a list of texts."""
+    if not text:
+        return [text]
     inner = text.strip()
-    inner = inner[1:-1] if inner[:1] + inner[-1:] in ("()", "[]") else inner
-    pieces = [piece.strip() for piece in inner.removesuffix(",").split(",")]
-    literals = [_literal(piece) for piece in pieces]
-    pairs = list(zip(literals, pieces, strict=True))
-    if not text or any(literal == piece and piece.startswith(("'", '"')) for literal, piece in pairs):
-        return [_literal(text), text]  # nothing to split, or a comma inside quotes
-    return [_literal(text), literals, text, [lit if isinstance(lit, str) else piece for lit, piece in pairs]]
+    if inner[:1] + inner[-1:] in ("()", "[]"):
+        inner = inner[1:-1]
+    values, texts = [], []
+    for piece in map(str.strip, inner.removesuffix(",").split(",")):
+        value = _literal(piece)
+        if value == piece and piece.startswith(("'", '"')):  # a comma inside quotes: this is no list
+            return [_literal(text), text]
+        values.append(value)
+        texts.append(value if isinstance(value, str) else piece)
+    return [_literal(text), values, text, texts]
 
 
 def _literal(text: str) -> Any:
     """The Python value of `text`, or `text` where it has none. Quotes count only if they span all of it."""
     try:
         value = ast.literal_eval(text)
-        whole = next(tokenize.generate_tokens(io.StringIO(text).readline)).string == text
-        return value if whole or not isinstance(value, str) else text
+        first = next(tokenize.generate_tokens(io.StringIO(text).readline)).string
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return WORDS.get(text, text)
+    return text if isinstance(value, str) and first != text else value
 
 
-def _source(value: Any) -> str:
-    """Python that evaluates to `value`; repr alone would write nan and inf, which are no Python names."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_source, value))}]"
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_source, value))}{',' * (len(value) == 1)})"
-    return f"float('{value}')" if isinstance(value, float) and not math.isfinite(value) else repr(value)
+def _expected(hint: Any) -> str:
+    if hint is bool:
+        return "True or False"
+    plain = isinstance(hint, type) and not typing.get_args(hint)
+    return hint.__name__ if plain else str(hint).replace("typing.", "")
 
 
 def _show(value: Any) -> str:
@@ -278,36 +386,37 @@ def _show(value: Any) -> str:
 
 
 def _help(classes: Sequence[type], doc: str | None) -> str:
-    lines = [inspect.cleandoc(doc)] if doc else []
     left = {name: f"  --{name}={_show(knob.default)}   " for name, knob in _knobs(classes).items()}
     column = min(max(map(len, left.values()), default=0), 44)
+    lines = [inspect.cleandoc(doc)] if doc else []
     for cls in classes:
         title = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
-        # Without a docstring, dataclass puts a signature there.
-        lines += ["", cls.__name__ if title.startswith(f"{cls.__name__}(") else title]
-        notes = _comments(cls)
+        if title.startswith(f"{cls.__name__}("):  # dataclass puts a signature where there is no docstring
+            title = cls.__name__
+        lines += ["", title]
+        comments = _comments(cls)
         for name in _knobs([cls]):
             first, rest = left[name].ljust(column), " " * column
-            text = textwrap.fill(notes.get(name, ""), 115, initial_indent=first, subsequent_indent=rest)
+            text = textwrap.fill(comments.get(name, ""), 115, initial_indent=first, subsequent_indent=rest)
             lines.append(text or first.rstrip())
     return "\n".join(lines)
 
 
 def _comments(cls: type) -> dict[str, str]:
     """Each field's trailing comment, or else the comment lines right above it; nothing where there is no source."""
-    notes: dict[str, str] = {}
-    name, above, trailing = "", [], []
     try:
-        for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline):
-            if token.type == tokenize.COMMENT:
-                (trailing if name else above).append(token.string.lstrip("#").strip())
-            elif token.type == tokenize.NEWLINE:
-                notes.setdefault(name, " ".join(trailing or above))
-                name, above, trailing = "", [], []
-            elif token.type == tokenize.NAME:
-                name = name or token.string
-            elif token.type == tokenize.NL and not token.line.strip():
-                above = []
+        tokens = list(tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline))
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):
-        pass
-    return notes
+        return {}
+    comments, name, above, trailing = {}, "", [], []
+    for token in tokens:
+        if token.type == tokenize.COMMENT:
+            (trailing if name else above).append(token.string.lstrip("#").strip())
+        elif token.type == tokenize.NAME:
+            name = name or token.string  # the first word of a statement
+        elif token.type == tokenize.NEWLINE:  # the end of a statement
+            comments.setdefault(name, " ".join(trailing or above))
+            name, above, trailing = "", [], []
+        elif token.type == tokenize.NL and not token.line.strip():  # an empty line
+            above = []
+    return comments

@@ -1,12 +1,10 @@
-"""Evaluation: exact match of copies against their length; the loss on text; text that a model writes.
+"""Evaluation: exact match of copies against their length; the loss on text.
 
     python eval.py --runs=out/toy_copy/2d-rope,out/toy_copy/rope --lengths=20,320,5120 --samples=100,20,4
     python eval.py --runs=out/run --lengths=1-25,26-50,51-100 --free_running=True
     torchrun --nproc_per_node=2 eval.py ...                            # strings shared out; the same numbers
     python eval.py --runs=out/finetuned --tasks=imbalanced,lists --lengths=64,256     # copies in text, by template kind
     python eval.py --runs=out/pretrain/rope,out/pretrain/2d-rope --val_data=data/fineweb-edu   # losses.json, .png
-    python eval.py --runs=out/pretrain --prompt="import os" --temperature=0.8 --top_p=0.95
-    cat story.txt | python eval.py --runs=out/pretrain --prompt=-      # from standard input
 
 Writes accuracy.json, a row for each run, task and length, and accuracy.png to out_dir, and prints a table.
 
@@ -16,11 +14,8 @@ not, the first that is not is where greedy decoding goes wrong too. So one paral
 free_running=True decodes for real.
 """
 
-import codecs
-import json
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,12 +30,17 @@ from tqdm import tqdm
 import checkpoint
 import configurator
 import data_copy
-import rope2d
-from data_copy import IGNORE, SEPARATORS, TextCopyConfig
-from data_dclm import Corpus, Tokenizer, load_tokenizer, pad_chats
+import data_text
+import plots
+from checkpoint import rank_and_world
+from data_copy import IGNORE, SEPARATORS
+from data_dclm import Corpus
+from data_text import TextCopyConfig
 from model import Decoder
-from report import loss_table, parse_length, plot, plot_losses, table, wilson
-from train import pick_device, rank_and_world
+from sample import generate, tokenizer_of
+from tokenizer import Tokenizer
+
+MAX_SAMPLES = 1_000_000  # strings in a row of the report
 
 
 @dataclass
@@ -50,40 +50,41 @@ class EvalConfig:
     runs: tuple[str, ...] = ()  # run directories or checkpoint files
     checkpoint: Literal["last", "best"] = "last"  # which of a run directory's
     tasks: tuple[str, ...] = ("imbalanced", "recursive-flip", "uniform")  # strings to copy
-    kinds: tuple[str, ...] = data_copy.KINDS  # in text: where in the prompt the string stands
+    kinds: tuple[str, ...] = data_text.KINDS  # in text: where in the prompt the string stands
     lengths: tuple[int | str, ...] = (20, 320)  # tokens in a string, symbols or points in text; or intervals, 26-50
     samples: tuple[int, ...] = (20,)  # strings for each task and length; one number for all lengths, or one for each
     eval_seed: int = 0  # of the strings
     repeat_p: tuple[float, ...] = (0.9,)  # repeat-structure: shares of a base's repetitions to keep, each in turn
     # Leave out lengths behind one with a wrong copy (failure), or without a right one (zero).
     stop: Literal["never", "failure", "zero"] = "never"
-    # Of rotations: exact, as in training, or position x frequency in these types, as other code has it.
-    angles: Literal["exact", "float32", "bfloat16"] = "exact"
     free_running: bool = False  # decode token by token instead of one parallel forward
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the matrix products
+    block_size: int | None = None  # longest sequence in tokens; None: the model's own bound
     chunk: int = 1024  # tokens that go through the model at a time; memory grows with it
-    batch_tokens: int = 16384  # tokens of strings that are evaluated together
+    batch_tokens: int = 16384  # tokens that are evaluated together
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first of these that there is
     out_dir: str = "out/eval"  # accuracy.json and accuracy.png go here
     plot: bool = True  # draw accuracy.png
     val_data: str = ""  # shards to measure text models' loss on, instead of copying
     windows: int = 256  # sequences of val_data
-    prompt: str | None = None  # text for the first run's model to go on with, instead of the above; -: standard input
-    tokenizer: str | None = None  # where the prompt's tokenizer is now; None: where it was in training
-    max_new_tokens: int = 256  # tokens to write
-    temperature: float = 0.0  # 0: always the likeliest token
-    top_k: int | None = None  # choose among that many likeliest tokens; None: among all
-    top_p: float | None = None  # choose among the fewest likeliest tokens that hold this probability; None: among all
-    sample_seed: int = 0  # of the choices
+    tokenizer: str | None = None  # where the runs' tokenizer is now; None: where it was in training
 
     def __post_init__(self):
+        checkpoint.check_seeds(eval_seed=self.eval_seed)
         for name in ("chunk", "batch_tokens", "windows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
         if not self.repeat_p or not all(0 <= p <= 1 for p in self.repeat_p):
             raise ValueError(f"repeat_p={self.repeat_p}: expected shares between 0 and 1")
-        if self.angles != "exact" and self.free_running:
-            raise ValueError(f"angles={self.angles!r}: decoding has exact angles; leave free_running=False")
+        if not self.runs:
+            raise ValueError("nothing to evaluate: give --runs=DIR[,DIR]")
+        if not self.val_data and not (self.tasks and self.lengths):
+            raise ValueError("nothing to evaluate: give at least one of tasks and lengths")
+        if len(self.samples) not in (1, len(self.lengths)):
+            n = len(self.lengths)
+            raise ValueError(f"samples={self.samples}: expected one number, or one for each of {n} lengths")
+        if not all(1 <= n <= MAX_SAMPLES for n in self.samples):
+            raise ValueError(f"samples={self.samples}: expected 1 to {MAX_SAMPLES:,} each")
 
 
 class Verdict(NamedTuple):
@@ -94,6 +95,17 @@ class Verdict(NamedTuple):
     first_error: int | None  # position of the first
     margin: float  # smallest lead of the right token's logit over the best other one; negative where it is wrong
     weakest: int | None = None  # position of that lead; None where there are no logits
+
+
+class Cell(NamedTuple):
+    """What one row of the report is about."""
+
+    task: str
+    kind: str | None  # in text: where in the prompt the string stands; None for strings of tokens
+    repeat_p: float  # of repeat-structure
+    low: int  # lengths
+    high: int
+    samples: int
 
 
 def teacher_forced(model: Decoder, sources: Sequence[np.ndarray], separator: int, chunk: int = 1024) -> list[Verdict]:
@@ -110,7 +122,7 @@ def judge(model: Decoder, inputs: np.ndarray, targets: np.ndarray, chunk: int) -
     device = model.newlines.device
     inputs, targets = torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
     wanted = targets != IGNORE
-    check_length(model, inputs.shape[1])
+    model.check_length(inputs.shape[1])
     cache, leads = model.new_cache(), []
     with torch.inference_mode():
         for start in range(0, inputs.shape[1], chunk):
@@ -134,26 +146,26 @@ def free_running(model: Decoder, sources: Sequence[np.ndarray], separator: int) 
         prompts.append(tokens[0, : len(source) + 5].tolist())
         answers.append(torch.tensor([*source.tolist(), separator]))
     longest = max(map(len, answers))
-    check_length(model, 2 * longest + 3)
-    written = torch.stack([t.cpu() for t in model.generate(prompts, longest)], dim=1)  # (B, longest)
+    model.check_length(2 * longest + 3)
+    written = torch.stack([t.cpu() for t in generate(model, prompts, longest)], dim=1)  # (B, longest)
     return [verdict(out[: len(answer)] != answer) for out, answer in zip(written, answers, strict=True)]
 
 
 def judge_text(model: Decoder, tokenizer: Tokenizer, records: Sequence[dict], free: bool, chunk: int) -> list[Verdict]:
-    """Verdicts on answers to data_copy's text examples: targets are tokens, or with `free`, decoding for real,
-    symbols or points as data_copy.score counts them, and one more for the end."""
+    """Verdicts on answers to data_text's examples. Targets are tokens; with `free`, which decodes for real, they are
+    symbols or points, as data_text.score counts them, and one more for the end."""
     chats = [tokenizer.chat(record["messages"]) for record in records]
     if not free:
-        return judge(model, *pad_chats(chats), chunk)
-    prompts = [ids[: int(said.argmax())].tolist() for ids, said in chats]
-    longest = max(int(said.sum()) for _, said in chats)
-    check_length(model, max(map(len, prompts)) + longest)
-    written = torch.stack([token.cpu() for token in model.generate(prompts, longest)], dim=1)  # (N, longest)
+        return judge(model, *data_text.pad_chats(chats), chunk)
+    prompts = [ids[: int(loss_mask.argmax())].tolist() for ids, loss_mask in chats]
+    longest = max(int(loss_mask.sum()) for _, loss_mask in chats)
+    model.check_length(max(map(len, prompts)) + longest)
+    written = torch.stack([token.cpu() for token in generate(model, prompts, longest)], dim=1)  # (N, longest)
     verdicts = []
-    for record, (ids, said), row in zip(records, chats, written.tolist(), strict=True):
-        end = int(ids[said][-1])
+    for record, (ids, loss_mask), row in zip(records, chats, written.tolist(), strict=True):
+        end = int(ids[loss_mask][-1])
         ended = end in row
-        score = data_copy.score(record, tokenizer.decode(row[: row.index(end)] if ended else row))
+        score = data_text.score(record, tokenizer.decode(row[: row.index(end)] if ended else row))
         first = score.first_error if not score.correct else None if ended else score.total
         errors = score.total - score.right + (not ended or score.reason in ("form", "too long"))
         verdicts.append(Verdict(score.total + 1, errors, first, math.nan))
@@ -167,259 +179,184 @@ def verdict(wrong: torch.Tensor, lead: torch.Tensor | None = None) -> Verdict:
     return Verdict(len(wrong), int(wrong.sum()), first, margin, weakest)
 
 
-def check_length(model: Decoder, tokens: int) -> None:
-    if tokens > model.config.block_size:
-        raise ValueError(f"sequence of {tokens} tokens is longer than the model's block_size={model.config.block_size}")
-
-
-def evaluate(
-    model: Decoder,
-    trained: dict,
-    task: str,
-    kind: str | None,
-    bounds: tuple[int, int],
-    samples: int,
-    config: EvalConfig,
-    bar: tqdm | None = None,
-    repeat_p: float = 0.9,
-) -> dict:
-    """One row of the report: strings of a task, lengths within bounds. With torchrun, shared out and gathered.
-    kind: None for token-level tasks, in text where in the prompt the string stands; repeat_p: of repeat-structure."""
+def evaluate(model: Decoder, trained: dict, cell: Cell, config: EvalConfig, bar: tqdm | None = None) -> dict:
+    """One row of the report. With torchrun, the strings are shared out and the verdicts gathered."""
     rank, world = rank_and_world()
     began = time.perf_counter()
-    if kind is None:
-        examples = data_copy.evaluation_strings(task, *bounds, samples, config.eval_seed, repeat_p)
-        sizes, separator, exact = [len(source) for source in examples], SEPARATORS[trained["separator"]], True
+    mode = "free-running" if config.free_running else "teacher-forced"
+    if cell.kind is None:
+        strings = cell.low, cell.high, cell.samples, config.eval_seed, cell.repeat_p
+        examples = data_copy.evaluation_strings(cell.task, *strings)
+        sizes = [2 * len(source) + 5 for source in examples]
     else:
         tokenizer = tokenizer_of("run", trained, config.tokenizer)
-        text_config = TextCopyConfig(task, tuple(trained["symbols"]), kind, *bounds, repeat_p)
-        examples = list(data_copy.text_examples(text_config, samples, config.eval_seed, "evaluation"))
-        sizes = [example["metadata"]["length"] for example in examples]
-        exact = tokenizer.name == "bytes" and task != "lists"  # or else other tokens may be as right
-    own = sorted(range(rank, samples, world), key=lambda i: sizes[i])
-    together = max(1, config.batch_tokens // (2 * bounds[1] + 6))
+        text = TextCopyConfig(cell.task, tuple(trained["symbols"]), cell.kind, cell.low, cell.high, cell.repeat_p)
+        examples = list(data_text.text_examples(text, cell.samples, config.eval_seed, "evaluation"))
+        sizes = [len(tokenizer.chat(example["messages"])[0]) for example in examples]
+        if not config.free_running and (tokenizer.name != "bytes" or cell.task == "lists"):
+            mode = "teacher-forced, a lower bound"  # other tokens may be as right
+
+    own = sorted(range(rank, cell.samples, world), key=lambda i: sizes[i])
+    together = max(1, config.batch_tokens // max(sizes))
     verdicts: dict[int, Verdict] = {}
     for start in range(0, len(own), together):
         ids = own[start : start + together]
         group = [examples[i] for i in ids]
-        if kind is not None:
-            run = judge_text(model, tokenizer, group, config.free_running, config.chunk)
+        if cell.kind is not None:
+            judged = judge_text(model, tokenizer, group, config.free_running, config.chunk)
         elif config.free_running:
-            run = free_running(model, group, separator)
+            judged = free_running(model, group, SEPARATORS[trained["separator"]])
         else:
-            run = teacher_forced(model, group, separator, config.chunk)
-        verdicts.update(zip(ids, run, strict=True))
+            judged = teacher_forced(model, group, SEPARATORS[trained["separator"]], config.chunk)
+        verdicts.update(zip(ids, judged, strict=True))
         if bar:
             bar.update(len(ids))
-    if world > 1:
-        parts = [None] * world
-        dist.all_gather_object(parts, verdicts)
-        verdicts = {i: v for part in parts for i, v in part.items()}
-    results = [verdicts[i] for i in range(samples)]
-    hits = sum(v.errors == 0 for v in results)
-    low, high = wilson(hits, samples)
-    mode = "free-running" if config.free_running else "teacher-forced" if exact else "teacher-forced, a lower bound"
+    for part in checkpoint.gather(verdicts):
+        verdicts.update(part)
+    results = [verdicts[i] for i in range(cell.samples)]
+    return row_of(cell, mode, results) | {"seconds": round(time.perf_counter() - began, 3)}
+
+
+def row_of(cell: Cell, mode: str, results: Sequence[Verdict]) -> dict:
+    """A row of the report, from the verdicts on its strings."""
+    hits, n = sum(v.errors == 0 for v in results), len(results)
+    low, high = plots.wilson(hits, n)
+    decoded = mode == "free-running"  # without logits
     return {
-        "task": task,
-        "kind": kind,
-        "repeat_p": repeat_p if task == "repeat-structure" else None,
+        "task": cell.task,
+        "kind": cell.kind,
+        "repeat_p": cell.repeat_p if cell.task == "repeat-structure" else None,
         "mode": mode,
-        "length": bounds[1],
-        "min_length": bounds[0],
-        "samples": samples,
-        "exact_match": hits / samples,
+        "length": cell.high,
+        "min_length": cell.low,
+        "samples": n,
+        "exact_match": hits / n,
         "exact_match_low": low,
         "exact_match_high": high,
         "token_error": sum(v.errors for v in results) / sum(v.targets for v in results),
-        "only_closing_wrong": sum(v.first_error == v.targets - 1 for v in results) / samples,
+        "only_closing_wrong": sum(v.first_error == v.targets - 1 for v in results) / n,
         "first_errors": [v.first_error for v in results],
-        "margin": None if config.free_running else min(v.margin for v in results),
-        "margins": None if config.free_running else [[v.margin, v.weakest] for v in results],  # and where
-        "seconds": round(time.perf_counter() - began, 3),
+        "margin": None if decoded else min(v.margin for v in results),
+        "margins": None if decoded else [[v.margin, v.weakest] for v in results],  # of each string, and where
     }
-
-
-def load_run(path: str, which: str, device: torch.device) -> tuple[Decoder, dict]:
-    """The model of a run directory or checkpoint file, in evaluation mode, and the config it was trained with, with
-    `steps_done` and the identity of its `data` added."""
-    file = Path(path) / f"{which}.pt" if Path(path).is_dir() else Path(path)
-    saved = checkpoint.read(file)  # the optimizer's part need not fit the device
-    about = saved["config"] | {"steps_done": saved["step"], "data": saved.get("data", {})}
-    return checkpoint.load_model(saved, device).eval(), about
-
-
-def round_angles(model: Decoder, dtype: torch.dtype) -> None:
-    """Lets a model rotate by position x frequency in `dtype`: what rope2d.Rotary's exact angles are for."""
-    for rotary in (module for module in model.modules() if isinstance(module, rope2d.Rotary)):
-
-        def angles(positions: torch.Tensor, rotary: rope2d.Rotary = rotary) -> torch.Tensor:
-            freqs = (rotary.turns.to(rope2d.wide_dtype(rotary.turns)) * rope2d.RADIANS).to(dtype)  # (planes, n)
-            places = positions[rotary.planes].movedim(0, -1)[..., None].to(dtype)  # (B, T, planes, 1)
-            return (places * freqs).float().flatten(-2)
-
-        rotary.angles = angles
-
-
-def precision(config: EvalConfig, device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
 def longest_trained(trained: dict) -> int:
     """Tokens, symbols or points of the longest string in training."""
     if trained["task"] != "finetune":
         return trained["max_length"]
-    return trained["text_max_length"] or {"lists": 150}.get(trained["text_task"], 1000)
+    text = TextCopyConfig(text_task=trained["text_task"], text_max_length=trained["text_max_length"])
+    return data_text.length_bounds(text, "train")[1]
 
 
-def copy_ladder(config: EvalConfig) -> list[dict]:
-    """The report: a row for each run, task and length."""
-    if not config.runs or not config.tasks or not config.lengths:
-        raise ValueError("nothing to evaluate: give --runs=DIR[,DIR], and at least one of tasks and lengths")
-    lengths = [parse_length(length) for length in config.lengths]
+def cells_of(run: str, model: Decoder, trained: dict, config: EvalConfig) -> list[list[Cell]]:
+    """What to ask of a run: a list of cells, shortest first as they were given, for each task, kind and repeat_p.
+    ValueError for what it cannot be asked."""
+    lengths = [plots.parse_length(length) for length in config.lengths]
     samples = config.samples * len(lengths) if len(config.samples) == 1 else config.samples
-    if len(samples) != len(lengths) or min(samples) < 1:
-        raise ValueError(
-            f"samples={config.samples}: expected one number >= 1, or one for each of {len(lengths)} lengths"
-        )
-    device = pick_device(config.device)
-    loaded = [(run, *load_run(run, config.checkpoint, device)) for run in config.runs]
-    if config.angles != "exact":
-        for _, model, _ in loaded:
-            round_angles(model, getattr(torch, config.angles))
-    work = []
-    for run, model, trained in loaded:
-        in_text = "tokenizer" in trained["data"]
-        known = data_copy.TEXT_TASKS if in_text else data_copy.TASKS
+    in_text = "tokenizer" in trained["data"]
+    known = data_text.TEXT_TASKS if in_text else data_copy.TASKS
+    for task in config.tasks:
+        if task not in known:
+            raise ValueError(f"tasks: {task!r} is not one of {', '.join(known)}")
+    if not in_text:
+        model.check_length(2 * max(high for _, high in lengths) + 5)
+    elif trained["task"] != "finetune":
+        raise ValueError(f"{run}: not finetuned on copying; --val_data, or sample.py, shows what it knows")
+    elif not config.kinds or set(config.kinds) - set(data_text.KINDS):
+        raise ValueError(f"kinds={config.kinds}: expected some of {', '.join(data_text.KINDS)}")
+    lines = []
+    for kind in config.kinds if in_text else (None,):
         for task in config.tasks:
-            if task not in known:
-                raise ValueError(f"tasks: {task!r} is not one of {', '.join(known)}")
-        if not in_text:
-            check_length(model, 2 * max(high for _, high in lengths) + 5)
-        elif trained["task"] != "finetune":
-            raise ValueError(f"{run}: not finetuned on copying; --val_data or --prompt show what it knows")
-        elif not config.kinds or {*config.kinds} - {*data_copy.KINDS}:
-            raise ValueError(f"kinds={config.kinds}: expected some of {', '.join(data_copy.KINDS)}")
-        kinds = config.kinds if in_text else (None,)
-        for task in config.tasks:
-            ps = config.repeat_p if task == "repeat-structure" else config.repeat_p[:1]
-            work += [(run, model, trained, task, kind, p) for kind in kinds for p in ps]
-    leader = rank_and_world()[0] == 0
-    bar = tqdm(
-        total=len(work) * sum(samples),
-        unit="string",
-        disable=not leader,
-        dynamic_ncols=True,
-        mininterval=0.2 if sys.stderr.isatty() else 10,
-    )
-    rows = []
-    for run, model, trained, task, kind, p in work:
-        for bounds, n in zip(lengths, samples, strict=True):
-            bar.set_description(f"{trained['pos_encoding']} {task} {bounds[1]}")
-            about = {
-                "run": run,
-                "pos_encoding": trained["pos_encoding"],
-                "seed": trained["seed"],
-                "trained_to": longest_trained(trained),
-                "step": trained["steps_done"],
-                "dtype": config.dtype,
-            }
-            with precision(config, device):
-                rows.append(about | evaluate(model, trained, task, kind, bounds, n, config, bar, p))
-            if rows[-1]["exact_match"] < {"never": 0, "failure": 1, "zero": 1e-9}[config.stop]:
-                break
+            for p in config.repeat_p if task == "repeat-structure" else config.repeat_p[:1]:
+                lines.append([Cell(task, kind, p, *b, n) for b, n in zip(lengths, samples, strict=True)])
+    return lines
+
+
+def load_runs(config: EvalConfig, device: torch.device) -> list[tuple[str, Decoder, dict]]:
+    changes = {} if config.block_size is None else {"block_size": config.block_size}
+    return [(run, *checkpoint.load_run(run, config.checkpoint, device, **changes)) for run in config.runs]
+
+
+def about(run: str, trained: dict) -> dict:
+    """What each row says of its run."""
+    return {"run": run, "pos_encoding": trained["pos_encoding"], "seed": trained["seed"], "step": trained["steps_done"]}
+
+
+def copy_accuracy(config: EvalConfig) -> list[dict]:
+    """The report on copying: a row for each run, task and length."""
+    device = checkpoint.pick_device(config.device)
+    runs = load_runs(config, device)
+    lines = {run: cells_of(run, model, trained, config) for run, model, trained in runs}  # all are checked first
+    total = sum(cell.samples for cells in lines.values() for line in cells for cell in line)
+    rows, bar = [], checkpoint.progress(total, "string")
+    for run, model, trained in runs:
+        for line in lines[run]:
+            for cell in line:
+                bar.set_description(f"{trained['pos_encoding']} {cell.task} {cell.high}")
+                with checkpoint.autocast(device, config.dtype):
+                    row = evaluate(model, trained, cell, config, bar)
+                facts = {"trained_to": longest_trained(trained), "dtype": config.dtype}
+                rows.append(about(run, trained) | facts | row)
+                if config.stop == "failure" and row["exact_match"] < 1:
+                    break
+                if config.stop == "zero" and row["exact_match"] == 0:
+                    break
     bar.close()
     return rows
 
 
 def text_losses(config: EvalConfig) -> list[dict]:
-    """The report: for each run, the loss on the first windows of val_data's own fixed order, sharded over ranks."""
+    """The report on text: for each run, the loss on the first windows of val_data's own fixed order."""
     rank, world = rank_and_world()
-    device = pick_device(config.device)
-    rows = []
-    for run in config.runs:
-        model, trained = load_run(run, config.checkpoint, device)
+    device, rows = checkpoint.pick_device(config.device), []
+    for run, model, trained in load_runs(config, device):
         tokenizer = tokenizer_of(run, trained, config.tokenizer)
-        corpus = Corpus(config.val_data, tokenizer.identity)
-        check_length(model, corpus.length)
+        corpus = Corpus(config.val_data, tokenizer.fingerprint)
+        model.check_length(corpus.length)
         sizes = torch.tensor([len(piece) for piece in tokenizer.token_bytes], device=device)
         windows = corpus.order(np.arange(min(config.windows, corpus.rows)), 0)
         losses, n_bytes = torch.zeros(len(windows), dtype=torch.float64), 0
-        for i in tqdm(range(rank, len(windows), world), desc=run, unit="window", mininterval=1, disable=rank != 0):
+        bar = checkpoint.progress(len(windows), "window", desc=run)
+        for i in range(rank, len(windows), world):
             window = torch.from_numpy(corpus.read(windows[i : i + 1])).to(device)
-            with torch.inference_mode(), precision(config, device):
+            with torch.inference_mode(), checkpoint.autocast(device, config.dtype):
                 losses[i] = model(window[:, :-1], window[:, 1:]).item() / corpus.length
             n_bytes += int(sizes[window[:, 1:]].sum())
-        total = torch.cat([losses, torch.tensor([n_bytes], dtype=torch.float64)])
-        if world > 1:
-            dist.all_reduce(total)
-        losses, n_bytes = total[:-1], total[-1].item()
-        rows.append(
-            {
-                "run": run,
-                "pos_encoding": trained["pos_encoding"],
-                "seed": trained["seed"],
-                "step": trained["steps_done"],
-                "windows": len(windows),
-                "tokens": len(windows) * corpus.length,
-                "loss": losses.mean().item(),  # nats a token
-                "loss_standard_error": (losses.std() / math.sqrt(len(windows))).item() if len(windows) > 1 else None,
-                "bits_per_byte": losses.sum().item() * corpus.length / math.log(2) / n_bytes,
-            }
-        )
+            bar.update(world)
+        bar.close()
+        parts = checkpoint.gather((losses, n_bytes))
+        losses, n_bytes = sum(part for part, _ in parts), sum(n for _, n in parts)
+        error = (losses.std() / math.sqrt(len(windows))).item() if len(windows) > 1 else None
+        facts = {
+            "windows": len(windows),
+            "tokens": len(windows) * corpus.length,
+            "loss": losses.mean().item(),  # nats a token
+            "loss_standard_error": error,
+            "bits_per_byte": losses.sum().item() * corpus.length / math.log(2) / n_bytes,
+        }
+        rows.append(about(run, trained) | facts)
     return rows
-
-
-def tokenizer_of(run: str, trained: dict, name: str | None) -> Tokenizer:
-    """The tokenizer that a run's model was trained with. ValueError if it had none, or `name` is another."""
-    if "tokenizer" not in trained["data"]:
-        raise ValueError(f"{run}: not trained on text, it has no tokenizer")
-    tokenizer = load_tokenizer(name or trained["tokenizer"])
-    if lines := configurator.diff(trained["data"]["tokenizer"], tokenizer.identity):
-        raise ValueError(f"tokenizer={tokenizer.name!r}: {run} has another: {'; '.join(lines)}")
-    return tokenizer
-
-
-def write_text(config: EvalConfig) -> None:
-    """Prints the prompt and what the first run's model writes after it, until its end-of-sequence token."""
-    if not config.runs:
-        raise ValueError("nothing to write with: give --runs=DIR")
-    device = pick_device(config.device)
-    model, trained = load_run(config.runs[0], config.checkpoint, device)
-    tokenizer = tokenizer_of(config.runs[0], trained, config.tokenizer)
-    prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
-    tokens = tokenizer.encode(prompt).tolist() or [tokenizer.eos]  # after an end of sequence, a text begins
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may need several tokens
-    print(prompt, end="", flush=True)
-    new = model.generate(
-        [tokens], config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.sample_seed
-    )
-    with precision(config, device):
-        for token in new:
-            if token.item() == tokenizer.eos:
-                break
-            print(decoder.decode(tokenizer.decode_bytes([token.item()])), end="", flush=True)
-    print(decoder.decode(b"", final=True))
 
 
 def main() -> None:
     config = configurator.configure(EvalConfig, doc=__doc__)
-    if config.prompt is not None:
-        write_text(config)
-        return
+    if config.plot:
+        plots.pyplot()  # what is missing is noticed before the work
     if "RANK" in os.environ:  # torchrun
         dist.init_process_group("gloo")
     try:
-        rows = text_losses(config) if config.val_data else copy_ladder(config)
+        rows = text_losses(config) if config.val_data else copy_accuracy(config)
         if rank_and_world()[0] == 0:
             name = "losses" if config.val_data else "accuracy"
-            out = Path(config.out_dir)
-            with configurator.atomic(out / f"{name}.json") as file:
-                file.write(json.dumps(rows, indent=1).encode() + b"\n")
-            print(loss_table(rows) if config.val_data else table(rows))
-            print(f"rows: {out / name}.json")
+            path = Path(config.out_dir) / f"{name}.json"
+            configurator.write_json(path, rows)
+            print(plots.loss_table(rows) if config.val_data else plots.table(rows))
+            print(f"rows: {path}")
             if config.plot:
-                (plot_losses if config.val_data else plot)(rows, out / f"{name}.png")
-                print(f"plot: {out / name}.png")
+                draw = plots.plot_losses if config.val_data else plots.plot
+                draw(rows, path.with_suffix(".png"))
+                print(f"plot: {path.with_suffix('.png')}")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

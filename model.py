@@ -3,13 +3,13 @@
     model = Decoder(ModelConfig(n_layer=2, vocab_size=64, pos_encoding="2d-rope"), newlines=table)
     loss = model(tokens, targets)          # sum of the negative log-likelihoods, in nats
     logits = model(tokens)                 # (B, T, vocab_size)
-    for step in model.generate(prompts):   # greedy or sampled, over a KV cache
+    states = model.hidden(tokens, cache)   # (B, T, n_embd), going on from what the KV cache holds
 
 Pre-norm blocks: RMSNorm, grouped-query attention (QK-norm is a switch), RMSNorm, SwiGLU; no biases, no dropout.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import rope2d
 
 IGNORE = -100  # the target of a position that has no loss
-LOGITS_AT_ONCE = {"cpu": 2**25, "mps": 2**25, "cuda": 2**28}  # numbers in a chunk of the loss
+LOGITS_PER_CHUNK = {"cpu": 2**25, "mps": 2**25, "cuda": 2**28}  # of the loss, so that memory is bounded
 
 
 @dataclass
@@ -41,18 +41,18 @@ class ModelConfig:
     qk_norm_init: float = 1.0  # initial weight of that norm; 0.25: attention starts as flat as without it
     logit_scale: Literal["none", "log_n"] = "none"  # log_n: q times a learned scalar a head times log(visible keys)
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm
-    pos_encoding: str = "2d-rope"  # rope, 2d-rope, auto-2d-rope, nope, alibi, h-rope, rnope; joined by +: in turn
+    pos_encoding: str = "2d-rope"  # rope, 2d-rope, auto-2d-rope, nope, alibi, h-rope, rnope; a+b: layers alternate
     freqs: Literal["geometric", "uniform", "mixed"] = "geometric"  # rotary frequencies (rope2d.frequencies)
     freqs_seed: int = 0  # seed of the frequencies that are drawn
     freqs_learned: bool = False  # multiply each frequency by a learned factor (LeRoPE)
-    rotary_fraction: float = 1.0  # share of a head's pairs that rotate; the lowest frequencies stand still
+    rotary_fraction: float = 1.0  # share of a head's pairs that rotate; those of the lowest frequencies do not
     rope_theta: float | None = None  # base of geometric frequencies; None: 10,000 for rope, 1,000 for 2d-rope
     auto_gate: Literal["saturating", "sigmoid"] = "saturating"  # auto-2d-rope: one grid; the paper's, one a layer
-    auto_bias: float = 0.7  # where the gates start, before the sigmoid
+    auto_bias: float = 0.7  # initial bias of the gates, before the sigmoid
     grid_reset: int | None = None  # token id after which row and column restart; None: never
     init_std: float = 0.02  # standard deviation of the matrices' initial values
-    embed_common: float = 0.0  # size of a vector that all embeddings start with in common, in units of init_std
-    zero_init_outputs: bool = True  # output matrices of attention and MLP start at 0, so that depth starts at identity
+    shared_embed_init: float = 0.0  # all embeddings start with one random vector in common, of this many init_std
+    zero_init_residual: bool = True  # output matrices of attention and MLP start at 0, so that depth starts at identity
 
     def __post_init__(self):
         for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "mlp_dim", "vocab_size", "block_size"):
@@ -66,8 +66,19 @@ class ModelConfig:
             raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}")
         if not self.qk_norm_init > 0:
             raise ValueError(f"qk_norm_init={self.qk_norm_init}: expected more than 0, where nothing is learned")
-        for encoding in set(rope2d.layer_encodings(self.pos_encoding, self.n_layer)):
+        encodings = set(rope2d.layer_encodings(self.pos_encoding, self.n_layer))
+        for encoding in encodings:
             rope2d.check_head_dim(encoding, self.head_size)
+        if self.grid_reset is not None and "2d-rope" not in encodings:
+            raise ValueError(f"grid_reset={self.grid_reset}: pos_encoding={self.pos_encoding!r} has no 2d-rope layer")
+        if self.rope_theta is not None and self.freqs == "uniform":
+            raise ValueError(f"rope_theta={self.rope_theta}: uniform frequencies have no theta; leave it None")
+
+    @property
+    def learns_one_grid(self) -> bool:
+        """Whether the layers of auto-2d-rope share one learned grid."""
+        encodings = rope2d.layer_encodings(self.pos_encoding, self.n_layer)
+        return "auto-2d-rope" in encodings and self.auto_gate == "saturating"
 
     @property
     def head_size(self) -> int:
@@ -79,7 +90,7 @@ class ModelConfig:
 
 
 class Cache:
-    """Keys and values of the tokens seen so far, and where the next one stands.
+    """Keys and values of the tokens seen so far, and the position of the next one.
 
     Starts with room for `room` tokens and grows by doubling up to `limit`, so that a short prompt in a model of large
     block_size stays cheap.
@@ -88,11 +99,11 @@ class Cache:
     def __init__(self, n_layer: int, limit: int, room: int = 0):
         self.limit, self.room = limit, room
         self.length = 0  # tokens seen
-        self.state: Tensor | None = None  # (3, B), rope2d.grid's
+        self.state: Tensor | None = None  # (3, B), from rope2d.grid
         self.pad: Tensor | None = None  # (B,) tokens of left padding
         self.keys: list[Tensor | None] = [None] * n_layer  # (B, Hkv, capacity, D) each
         self.values: list[Tensor | None] = [None] * n_layer
-        self.auto_states: list[Tensor | None] = [None] * n_layer  # (2, B) each, rope2d.AutoGrid's; one grid: the first
+        self.auto_states: list[Tensor | None] = [None] * n_layer  # (2, B) each, from AutoGrid; one grid: the first
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends k, v (B, Hkv, T, D) at self.length; returns all of them so far. `length` is moved on by the model."""
@@ -156,19 +167,20 @@ def make_rotary(config: ModelConfig, encoding: str) -> rope2d.Rotary:
     )
 
 
-class Place(NamedTuple):
-    """Where the tokens of a forward stand: what every layer needs beside its input."""
+class AttentionContext(NamedTuple):
+    """What every layer needs beside its input."""
 
-    positions: Tensor  # (3, B, T), rope2d.grid's
-    turns: dict[str, tuple[Tensor, Tensor]]  # cos, sin (B, T, D/2) of each rotary encoding that layers share
-    mask: Tensor | None  # attention_mask
+    positions: Tensor  # (3, B, T), from rope2d.grid
+    rotations: dict[str, tuple[Tensor, Tensor]]  # cos, sin (B, T, D/2) of each encoding that layers share
+    mask: Tensor | None  # from attention_mask
     pad: Tensor | None  # (B,) left padding among these tokens
     cache: Cache | None
+    look: Callable[[int, Tensor, Tensor], None] | None  # see Decoder.hidden
 
 
-class AutoTurn(nn.Module):
-    """auto-2d-rope's rotation, on a grid learned from the states that it gets: saturating gates make one grid for all
-    layers, of the embeddings, which stay when it settles; the paper's make one in each layer, of the layer's input."""
+class AutoRotary(nn.Module):
+    """auto-2d-rope's rotation, on a grid learned from hidden states. Saturating gates make one grid for all layers,
+    from the embeddings, which are kept when the grid is frozen; the paper's make one in each layer, from its input."""
 
     def __init__(self, config: ModelConfig, layer: int = 0):
         super().__init__()
@@ -176,10 +188,13 @@ class AutoTurn(nn.Module):
         self.grid = rope2d.AutoGrid(config.n_embd, config.auto_gate, config.auto_bias)
         self.rotary = make_rotary(config, "auto-2d-rope")
 
-    def forward(self, x: Tensor, place: Place) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """x (B, T, C), normed -> cos, sin (B, T, D/2)."""
-        states = place.cache.auto_states if place.cache else [None] * (self.layer + 1)
-        positions, states[self.layer] = self.grid(x, place.positions, states[self.layer], place.pad)
+        if context.cache is None:
+            positions, _ = self.grid(x, context.positions, None, context.pad)
+        else:
+            states = context.cache.auto_states
+            positions, states[self.layer] = self.grid(x, context.positions, states[self.layer], context.pad)
         return self.rotary(positions)
 
 
@@ -195,10 +210,10 @@ class Attention(nn.Module):
         if config.logit_scale == "log_n":
             self.log_n_scale = nn.Parameter(torch.ones(self.H))
         self.log_n = config.logit_scale == "log_n"
-        self.auto = AutoTurn(config, layer) if encoding == "auto-2d-rope" and config.auto_gate == "sigmoid" else None
+        self.auto = AutoRotary(config, layer) if encoding == "auto-2d-rope" and config.auto_gate == "sigmoid" else None
 
-    def forward(self, x: Tensor, place: Place, keys_only: bool = False) -> Tensor | None:
-        """x (B, T, C). With keys_only nothing is attended to: the cache is filled and None returned."""
+    def forward(self, x: Tensor, context: AttentionContext, keys_only: bool = False) -> Tensor | None:
+        """x (B, T, C) -> (B, T, C). With keys_only the cache is filled, nothing is attended to, None is returned."""
         B, T, _ = x.shape
         H, Hkv, D = self.H, self.Hkv, self.D
         q, k, v = self.qkv(x).view(B, T, H + 2 * Hkv, D).split([H, Hkv, Hkv], dim=2)  # (B, T, heads, D)
@@ -208,20 +223,22 @@ class Attention(nn.Module):
                 for x, norm in ((q, self.q_norm), (k, self.k_norm))
             )
         if self.log_n:
-            visible = (place.positions[rope2d.INDEX] + 1).clamp(min=1)  # (B, T)
+            visible = (context.positions[rope2d.INDEX] + 1).clamp(min=1)  # (B, T)
             q = q * (visible.log()[..., None] * self.log_n_scale)[..., None].to(q.dtype)
-        turn = self.auto(x, place) if self.auto else place.turns.get(self.encoding)  # None: no rotation
-        if turn is not None:
-            q, k = rope2d.rotate_qk(q, k, *turn)
+        rotation = self.auto(x, context) if self.auto else context.rotations.get(self.encoding)  # None for nope, alibi
+        if rotation is not None:
+            q, k = rope2d.rotate_qk(q, k, *rotation)
         scale = 1 / math.sqrt(D)
         if self.encoding == "alibi":
-            q, k, v = rope2d.with_alibi(q, k, v, place.positions[rope2d.INDEX], scale)  # (B, T, heads, D + 8)
+            q, k, v = rope2d.with_alibi(q, k, v, context.positions[rope2d.INDEX], scale)  # (B, T, heads, D + 8)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, heads, T, D)
-        if place.cache is not None:
-            k, v = place.cache.extend(self.layer, k, v)
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer, k, v)
+        if context.look is not None:
+            context.look(self.layer, q, k)
         if keys_only:
             return None
-        y = attend(q, k, v, place.mask, scale)
+        y = attend(q, k, v, context.mask, scale)
         return self.out(y[..., :D].transpose(1, 2).reshape(B, T, H * D))
 
 
@@ -247,8 +264,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, place: Place, keys_only: bool = False) -> Tensor | None:
-        y = self.attention(self.attention_norm(x), place, keys_only)
+    def forward(self, x: Tensor, context: AttentionContext, keys_only: bool = False) -> Tensor | None:
+        y = self.attention(self.attention_norm(x), context, keys_only)
         if y is None:
             return None
         x = x + y
@@ -313,7 +330,7 @@ class Decoder(nn.Module):
         self.rotary = nn.ModuleDict({encoding: make_rotary(config, encoding) for encoding in shared})
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList([Block(config, i, encoding) for i, encoding in enumerate(encodings)])
-        self.auto = AutoTurn(config) if "auto-2d-rope" in encodings and config.auto_gate == "saturating" else None
+        self.auto = AutoRotary(config) if config.learns_one_grid else None
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_weights:
@@ -325,82 +342,102 @@ class Decoder(nn.Module):
         """Draws all weights; without `embedding`, all but those.
 
         output layer                  normal, init_std
-        embedding                     normal, init_std, plus one normal vector for all, embed_common x init_std
+        embedding                     normal, init_std, plus one normal vector for all, shared_embed_init x init_std
         qkv, gate_up                  normal, init_std
-        attention.out, mlp.out        0 with zero_init_outputs, else normal, init_std
-        norms                         1, but those of q and k qk_norm_init
-        auto-2d-rope's gates and learned frequencies start as rope2d.py has them
+        attention.out, mlp.out        0 with zero_init_residual, else normal, init_std
+        norms                         1; of q and k: qk_norm_init
+        auto-2d-rope's gates and learned frequencies keep what rope2d.py gave them
         """
         for name, p in self.named_parameters():
             if ".grid." in name or name.endswith(".log_scale") or name == "embed.weight" and not embedding:
                 continue
             if p.dim() < 2:
                 p.fill_(self.config.qk_norm_init if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0)
-            elif name.endswith(".out.weight") and self.config.zero_init_outputs:
+            elif name.endswith(".out.weight") and self.config.zero_init_residual:
                 p.zero_()
             else:
                 p.normal_(0.0, self.config.init_std)
         if embedding:
-            self.embed.weight += self.config.init_std * self.config.embed_common * torch.randn(self.config.n_embd)
+            self.embed.weight += self.config.init_std * self.config.shared_embed_init * torch.randn(self.config.n_embd)
 
-    def settle_grid(self) -> None:
-        """Rounds and fixes auto-2d-rope's gates, and draws anew all weights but the embedding."""
+    def freeze_grid(self) -> None:
+        """Rounds and freezes auto-2d-rope's gates, and draws anew all weights but the embedding."""
         for module in self.modules():
             if isinstance(module, rope2d.AutoGrid):
-                module.settled.fill_(True)
+                module.freeze()
         self.init_weights(embedding=False)
 
     def hidden(
-        self, tokens: Tensor, cache: Cache | None = None, pad: Tensor | None = None, keys_only: bool = False
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        pad: Tensor | None = None,
+        keys_only: bool = False,
+        look: Callable[[int, Tensor, Tensor], None] | None = None,
     ) -> Tensor | None:
-        """Final states (B, T, C) of tokens (B, T), after those in the cache, which is moved on.
+        """Final states (B, T, C) of tokens (B, T), which come after those in the cache; the cache then holds them too.
 
-        pad (B,): left padding, allowed on the first chunk. keys_only fills the cache and returns None: the last layer
-        then only computes keys and values. ValueError for a sequence longer than block_size or an empty one.
+        pad (B,): left padding, given with the first chunk. keys_only: fill the cache and return None; the last layer
+        then only computes keys and values. look(layer, q, k) is called in each layer with its rotated queries
+        (B, H, T, D) and all keys so far (B, Hkv, Tk, D). ValueError for no tokens, and for more than block_size.
         """
         B, T = tokens.shape
         seen = cache.length if cache else 0
         if T == 0:
             raise ValueError("no tokens: expected at least one")
-        if seen + T > self.config.block_size:
-            raise ValueError(f"sequence of {seen + T} tokens is longer than block_size={self.config.block_size}")
+        self.check_length(seen + T)
         if seen and pad is not None:
             raise ValueError("pad belongs to the first chunk, before anything is in the cache")
         all_pad = cache.pad if seen else pad
-        pad = None if all_pad is None else (all_pad - seen).clamp(0, T)  # it may reach beyond the first chunk
-        before = cache.state if cache else None
-        positions, state = rope2d.grid(tokens, self.newlines, before, pad, self.config.grid_reset)
-        turns = {encoding: rotary(positions) for encoding, rotary in self.rotary.items()}
+        pad = None if all_pad is None else (all_pad - seen).clamp(0, T)  # padding may be longer than the first chunk
+        state = cache.state if cache else None
+        positions, state = rope2d.grid(tokens, self.newlines, state, pad, self.config.grid_reset)
+        rotations = {encoding: rotary(positions) for encoding, rotary in self.rotary.items()}
         mask = attention_mask(T, seen + T, all_pad, tokens.device)
-        place = Place(positions, turns, mask, pad, cache)
+        context = AttentionContext(positions, rotations, mask, pad, cache, look)
         x = self.embed(tokens)
         if self.auto:
-            turns["auto-2d-rope"] = self.auto(F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps), place)
+            normed = F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps)
+            rotations["auto-2d-rope"] = self.auto(normed, context)
         for i, block in enumerate(self.blocks):
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, place, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, context, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, place, keys_only and i == len(self.blocks) - 1)
+                x = block(x, context, keys_only and i == len(self.blocks) - 1)
         if cache is not None:
             cache.length, cache.state, cache.pad = seen + T, state, all_pad
         return None if x is None else self.norm(x)
 
+    def check_length(self, tokens: int) -> None:
+        """ValueError for a sequence longer than block_size."""
+        if tokens > self.config.block_size:
+            raise ValueError(
+                f"sequence of {tokens} tokens is longer than the model's block_size={self.config.block_size}"
+            )
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         """tokens (B, T) -> logits (B, T, vocab_size); with targets (B, T), IGNORE where there is none, the summed loss.
 
-        A sum, in nats: dividing it by the number of targets of a whole step is the caller's, who alone knows it.
-        weight (vocab_size,): of each token as a target; None: all count the same.
+        A sum, in nats: the caller divides it by the number of targets of a whole step. weight (vocab_size,): of each
+        token as a target; None: all count the same.
         """
         x = self.hidden(tokens)
-        chunk = max(1, LOGITS_AT_ONCE[x.device.type] // self.config.vocab_size)
+        chunk = max(1, LOGITS_PER_CHUNK[x.device.type] // self.config.vocab_size)
         if targets is not None and weight is None and targets.numel() > chunk:
             head = self.head.weight if torch.is_grad_enabled() else self.head.weight.detach()  # or it gets a gradient
             return ChunkedLoss.apply(x.flatten(0, 1), head, targets.flatten(), chunk)
         logits = self.head(x)
         if targets is None:
             return logits
-        how = {"weight": weight, "ignore_index": IGNORE, "reduction": "sum"}
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), **how)
+        logits, targets = logits.flatten(0, 1).float(), targets.flatten()
+        return F.cross_entropy(logits, targets, weight, ignore_index=IGNORE, reduction="sum")
+
+    def flops(self, tokens: int, pairs: int) -> float:
+        """Of forward and backward: 6 a weight of a matrix product and token, 12 T a layer and channel of attention and
+        token (PaLM's count, arXiv 2204.02311, appendix B), the embedding for free. pairs: sum of tokens x T."""
+        matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2) + self.head.weight.numel()
+        channels = len(self.blocks) * self.config.n_head * self.config.head_size
+        return 6 * matrices * tokens + 12 * channels * pairs
 
     def new_cache(self, room: int = 0) -> Cache:
         return Cache(self.config.n_layer, self.config.block_size, room)
@@ -410,152 +447,3 @@ class Decoder(nn.Module):
         """Puts tokens (B, T) into the cache, `chunk` at a time, so that memory grows linearly with length."""
         for start in range(0, tokens.shape[1], chunk):
             self.hidden(tokens[:, start : start + chunk], cache, pad if start == 0 else None, keys_only=True)
-
-    @torch.inference_mode()
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
-    ) -> Iterator[Tensor]:
-        """Yields the next token of every prompt, (B,) int64, max_new_tokens times; prompts may differ in length.
-
-        temperature 0 is greedy. Stopping at a token is the caller's: leave the loop.
-        """
-        device = self.newlines.device
-        longest = max(map(len, prompts), default=0)
-        if not prompts or not min(map(len, prompts)):
-            raise ValueError("an empty prompt: expected at least one token in each")
-        if longest + max_new_tokens - 1 > self.config.block_size:
-            raise ValueError(
-                f"prompt of {longest} tokens and {max_new_tokens} new ones exceed block_size={self.config.block_size}"
-            )
-        tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
-        pad = torch.tensor([longest - len(p) for p in prompts], device=device)
-        cache, generator = self.new_cache(longest + max_new_tokens - 1), torch.Generator(device).manual_seed(seed)
-        self.prefill(tokens[:, :-1], cache, pad if pad.any() else None)
-        new = tokens[:, -1]
-        step = Step(self, cache, len(new)) if Step.fits(self) else lambda new: self.hidden(new[:, None], cache)[:, 0]
-        for _ in range(max_new_tokens):
-            new = sample(self.head(step(new)).float(), temperature, top_k, top_p, generator)
-            yield new
-
-
-def prepared_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
-    """F.rms_norm with this weight, (n,) or (heads, n), without gradients. On a CPU torch 2.13 composes it of ten
-    operations, which for a few rows take longer than the matrix products around them; here are four."""
-    n = weight.shape[-1]
-    if weight.device.type == "cpu" and weight.dtype == torch.float32:
-        scaled, floor = weight * math.sqrt(n), weight.new_tensor(math.sqrt(n * eps))
-        return lambda x: (x / torch.linalg.vector_norm(x, 2, -1, True).hypot_(floor)).mul_(scaled)
-    if weight.dim() == 1:
-        return lambda x: F.rms_norm(x, (n,), weight, eps)
-    return lambda x: F.rms_norm(x, (n,), eps=eps) * weight
-
-
-def head_turns(rotary: rope2d.Rotary) -> Tensor:
-    """What a step along index, row and col turns a whole head's channels by: (3, 1, D) int64, in Rotary.turns' unit.
-
-    The first half is negative: cosines stay what they are, and sines get the signs that they have in a rotation."""
-    turns = rotary.learned_turns()  # (planes, n)
-    half = turns.new_zeros(3, *turns.shape)
-    half[rotary.planes, range(len(turns))] = turns
-    return torch.cat([-half.flatten(1), half.flatten(1)], dim=1)[:, None]
-
-
-class Step:
-    """Decoder.hidden for one new token a row: the same states in a third of the time, where launching an operation
-    takes longer than doing it. No modules and no autograd; weights, the buffers that layers share, and their views are
-    made once; q and k are normed and rotated together, and whole heads at a time."""
-
-    def __init__(self, model: Decoder, cache: Cache, B: int):
-        c, weight = model.config, model.embed.weight
-        H, Hkv, D = c.n_head, c.kv_heads, c.head_size
-        self.cache, self.embed, self.D, self.scale = cache, weight, D, 1 / math.sqrt(D)
-        self.turns = {encoding: head_turns(rotary) for encoding, rotary in model.rotary.items()}
-        self.qkv = weight.new_empty(B, (H + 2 * Hkv) * D)
-        heads = self.qkv.view(B, 1, H + 2 * Hkv, D)
-        self.qk, self.apart = heads[:, 0, : H + Hkv], heads.split([H, Hkv, Hkv], dim=2)  # (B, 1, heads, D) each
-        self.groups = (B, Hkv, H // Hkv, -1)  # the query heads of a key head, as if they were queries
-        self.grouped = self.group(*self.apart)
-        self.gate_up = weight.new_empty(B, model.blocks[0].mlp.gate_up.out_features)
-        self.gate, self.up = self.gate_up.chunk(2, dim=-1)
-        self.layers = []
-        for block in model.blocks:
-            attention, mlp, qk_norm = block.attention, block.mlp, None
-            if c.qk_norm:
-                weights = attention.q_norm.weight.expand(H, D), attention.k_norm.weight.expand(Hkv, D)
-                qk_norm = prepared_norm(torch.cat(weights), c.norm_eps)
-            norms = [prepared_norm(norm.weight, c.norm_eps) for norm in (block.attention_norm, block.mlp_norm)]
-            matrices = [part.weight.T for part in (attention.qkv, attention.out, mlp.gate_up, mlp.out)]
-            log_n = attention.log_n_scale if attention.log_n else None
-            self.layers.append((attention.encoding, qk_norm, log_n, *norms, *matrices))
-        self.norm = prepared_norm(model.norm.weight, c.norm_eps)
-        # Whatever grid() does at a token, it turns a state (3, B) into keep x state + add.
-        tokens, zeros = torch.arange(c.vocab_size, device=weight.device)[:, None], model.newlines.new_zeros
-        _, self.add = rope2d.grid(tokens, model.newlines, zeros(3, c.vocab_size), None, c.grid_reset)
-        _, ones = rope2d.grid(tokens, model.newlines, zeros(3, c.vocab_size) + 1, None, c.grid_reset)
-        self.keep = ones - self.add
-        cache.state = zeros(3, B) if cache.state is None else cache.state
-
-    def group(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, 1, heads, D) each -> (B, Hkv, H / Hkv, D), and (B, Hkv, 1, D) twice."""
-        return q.view(self.groups), k.transpose(1, 2), v.transpose(1, 2)
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """tokens (B,) -> final states (B, C); the cache is moved on."""
-        cache, at, qk, D = self.cache, self.cache.state, self.qk, self.D
-        rotations = {}
-        for encoding, turns in self.turns.items():
-            angles = (at[:, :, None] * turns).sum(0).float().mul_(rope2d.RADIANS)[:, None]  # (B, 1, D)
-            rotations[encoding] = angles.cos(), angles.sin()
-        mask = attention_mask(1, cache.length + 1, cache.pad, tokens.device)
-        x = self.embed.index_select(0, tokens)  # (B, C)
-        for layer, (encoding, qk_norm, log_n, norm, mlp_norm, qkv, out, gate_up, mlp_out) in enumerate(self.layers):
-            torch.mm(norm(x), qkv, out=self.qkv)
-            normed = qk_norm(qk) if qk_norm else qk
-            if encoding in rotations:
-                cos, sin = rotations[encoding]
-                torch.addcmul(normed * cos, normed.roll(D // 2, -1), sin, out=qk)
-            elif qk_norm:
-                qk.copy_(normed)
-            if log_n is not None:
-                self.apart[0].mul_(((at[rope2d.INDEX] + 1).log()[:, None] * log_n)[:, None, :, None])
-            q, k, v = self.grouped
-            if encoding == "alibi":
-                q, k, v = self.group(*rope2d.with_alibi(*self.apart, at[rope2d.INDEX, :, None], self.scale))
-            keys, values = cache.extend(layer, k, v)
-            y = F.scaled_dot_product_attention(q, keys, values, mask, scale=self.scale)[..., :D]
-            x = torch.addmm(x, y.reshape(len(x), -1), out)
-            torch.mm(mlp_norm(x), gate_up, out=self.gate_up)
-            x = torch.addmm(x, F.silu(self.gate).mul_(self.up), mlp_out)
-        cache.length += 1
-        cache.state = self.keep.index_select(1, tokens).mul_(at).add_(self.add.index_select(1, tokens))
-        return self.norm(x)
-
-    @staticmethod
-    def fits(model: Decoder) -> bool:
-        """Not for learned grids, which have a state of their own, nor autocast."""
-        encodings = {block.attention.encoding for block in model.blocks}
-        return "auto-2d-rope" not in encodings and not torch.is_autocast_enabled(model.newlines.device.type)
-
-
-def sample(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
-) -> Tensor:
-    """One token a row of logits (B, vocab_size): (B,). top_p keeps the fewest tokens that hold that probability."""
-    if temperature < 0 or top_k is not None and top_k < 1 or top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"{temperature=}, {top_k=}, {top_p=}: expected at least 0, at least 1, and within (0, 1]")
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits, order = (logits / temperature).sort(dim=-1, descending=True)
-    if top_k is not None:
-        logits[:, top_k:] = -math.inf
-    if top_p is not None:
-        probability = logits.softmax(-1)
-        logits[probability.cumsum(-1) - probability >= top_p] = -math.inf  # the first always stays
-    choice = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-    return order.gather(1, choice)[:, 0]

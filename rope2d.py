@@ -10,8 +10,8 @@ A token of the copy stands in the same column as the token that it copies shifte
 copying is a look-up at a fixed (row, col) offset. A head of size D rotates half of its pairs by the row and half by
 the column; pair i is the channels (i, i + D/2), as in Hugging Face's Qwen3 and Llama:
 
-    channel    0 ..  D/4  | D/4 .. D/2 | D/2 .. 3D/4 | 3D/4 .. D
-    turned by     row     |    col     |     row     |    col
+    channel     0 ..  D/4  | D/4 .. D/2 | D/2 .. 3D/4 | 3D/4 .. D
+    rotated by     row     |    col     |     row     |    col
 
     positions, state = grid(tokens, newlines)                 # (3, B, T) index, row, col
     cos, sin = Rotary("2d-rope", head_dim=64)(positions)      # once a forward, for all layers
@@ -35,28 +35,33 @@ except ImportError:
 
 INDEX, ROW, COL = 0, 1, 2  # the planes of `positions`
 
-# What each encoding rotates by: the pairs of a head are shared out evenly among the planes named here.
-ROTATES = {"rope": (INDEX,), "2d-rope": (ROW, COL), "auto-2d-rope": (ROW, COL), "nope": (), "alibi": ()}
+# What each encoding rotates by: the pairs of a head are divided evenly among these planes.
+PLANES = {"rope": (INDEX,), "2d-rope": (ROW, COL), "auto-2d-rope": (ROW, COL), "nope": (), "alibi": ()}
 ALIASES = {"h-rope": "rope+2d-rope", "rnope": "rope+nope"}  # paper sections 5 and 3.4.2
 THETA = {"rope": 10_000.0, "2d-rope": 1_000.0, "auto-2d-rope": 1_000.0}  # paper, appendix D.1
 
 
 def layer_encodings(pos_encoding: str, n_layer: int) -> list[str]:
-    """The encoding of each layer: names joined by `+` take turns. ValueError for a name that is not known."""
+    """The encoding of each layer: names joined by `+` alternate. ValueError for an unknown name."""
     names = ALIASES.get(pos_encoding, pos_encoding).split("+")
     for name in names:
-        if name not in ROTATES:
-            known = ", ".join([*ROTATES, *ALIASES])
-            raise ValueError(f"pos_encoding={pos_encoding!r}: no encoding {name!r}; there are {known}, or several by +")
+        if name not in PLANES:
+            known = ", ".join([*PLANES, *ALIASES])
+            raise ValueError(
+                f"pos_encoding={pos_encoding!r}: no encoding {name!r}; known are {known}, or several joined by +"
+            )
     return [names[i % len(names)] for i in range(n_layer)]
 
 
-def newline_table(token_bytes: Sequence[bytes]) -> Tensor:
+def newline_table(token_bytes: Sequence[bytes], vocab_size: int | None = None) -> Tensor:
     """Line breaks in each token of a vocabulary: (vocab_size,) int64, from the bytes that each token stands for.
 
-    BPE vocabularies glue line breaks to other characters, so a rule on one token id misses most of them.
+    BPE vocabularies glue line breaks to other characters, so a rule on one token id misses most of them. vocab_size:
+    of a vocabulary that is padded with unused ids.
     """
-    return torch.tensor([piece.count(b"\n") for piece in token_bytes], dtype=torch.int64)
+    counts = [piece.count(b"\n") for piece in token_bytes]
+    counts += [0] * ((vocab_size or 0) - len(counts))
+    return torch.tensor(counts, dtype=torch.int64)
 
 
 def grid(
@@ -96,7 +101,8 @@ def frequencies(kind: str, n: int, theta: float, seed: int) -> Tensor:
     """n frequencies in radians per step, (n,) float64.
 
     `geometric`: theta^(-i/n), RoPE's. `uniform`: each from Unif[0, pi), which for integer positions is the
-    Unif[0, 2 pi) of the paper's Theorem 4.1 (a turn by f and one by 2 pi - f are mirror images). `mixed`: half of each.
+    Unif[0, 2 pi) of the paper's Theorem 4.1 (rotations by f and by 2 pi - f mirror each other). `mixed`: half of each.
+    ValueError for another kind.
     """
     geometric = theta ** (-torch.arange(n, dtype=torch.float64) / n)
     uniform = math.pi * torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -110,18 +116,19 @@ def frequencies(kind: str, n: int, theta: float, seed: int) -> Tensor:
 
 
 def check_head_dim(encoding: str, head_dim: int) -> None:
-    """ValueError where head_dim does not divide into the pairs that the encoding turns."""
-    multiple = 2 * len(ROTATES[encoding]) or 1
+    """ValueError unless head_dim divides into pairs for each plane of the encoding."""
+    multiple = 2 * len(PLANES[encoding]) or 1
     if head_dim < 1 or head_dim % multiple:
         raise ValueError(f"head_dim={head_dim}: {encoding} needs a multiple of {multiple}")
 
 
-RADIANS = math.pi / 2**63  # in the unit of Rotary.turns
+RADIANS_PER_UNIT = math.pi / 2**63  # a phase is an int64, in units of 2^-64 of a full turn
 
 
-def to_turns(fractions: Tensor) -> Tensor:
-    """Fractions of a turn, real, as int64 in units of 2^-64, modulo one turn."""
-    return (((fractions + 0.5) % 1 - 0.5) * 2.0**64).long()
+def to_phase(radians: Tensor) -> Tensor:
+    """Angles, float64, as int64 phases, modulo one full turn."""
+    turns = radians / math.tau
+    return (((turns + 0.5) % 1 - 0.5) * 2.0**64).long()
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
@@ -130,11 +137,12 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of an encoding, from positions.
+    """Cosines and sines of an encoding's rotation angles, from positions.
 
-    Frequencies are kept as int64 fractions of a turn, in units of 2^-64. An integer position times such a fraction
-    overflows modulo 2^64, and that is the reduction modulo one turn, exact at any position and on any device: float32
-    is off by 0.01 rad at position 10^5, and not every device has float64. It also keeps `.to(bfloat16)` away from them.
+    A frequency is kept as an int64 phase: the fraction of a full turn per step, in units of 2^-64. An integer position
+    times that phase overflows modulo 2^64, which is the reduction modulo one turn, exact at any position and on any
+    device. A float32 product is off by 0.01 rad at position 10^5, and not every device has float64. As an integer
+    buffer the phase also survives `.to(bfloat16)`.
     """
 
     def __init__(
@@ -147,43 +155,45 @@ class Rotary(nn.Module):
         fraction: float = 1.0,
         learned: bool = False,
     ):
-        """encoding: a name in ROTATES. freqs, theta, seed: see `frequencies`; theta None: the encoding's own. fraction:
-        share of the pairs that rotate; those of the lowest frequencies stand still. learned: each frequency is
-        multiplied by exp(s), s learned from 0 (LeRoPE, arXiv 2607.10134)."""
+        """encoding: a name in PLANES that rotates. freqs, theta, seed: see `frequencies`; theta None: the encoding's
+        own. fraction: share of the pairs that rotate; those of the lowest frequencies do not. learned: each frequency
+        is multiplied by exp(s), s learned from 0 (LeRoPE, arXiv 2607.10134)."""
         super().__init__()
         check_head_dim(encoding, head_dim)
         if not 0 < fraction <= 1:
             raise ValueError(f"rotary_fraction={fraction}: expected a share above 0, up to 1")
-        self.planes = list(ROTATES[encoding])
+        self.planes = list(PLANES[encoding])
         n = head_dim // 2 // len(self.planes)
         theta = THETA[encoding] if theta is None else theta
         drawn = torch.stack([frequencies(freqs, n, theta, seed + i) for i in range(len(self.planes))])  # (planes, n)
-        still = drawn.argsort(dim=1)[:, : n - math.ceil(fraction * n)]
-        drawn.scatter_(1, still, 0.0)
-        self.register_buffer("turns", to_turns(drawn / math.tau))
+        unrotated = drawn.argsort(dim=1)[:, : n - math.ceil(fraction * n)]
+        drawn.scatter_(1, unrotated, 0.0)
+        self.register_buffer("phase", to_phase(drawn))  # (planes, n)
         self.log_scale = nn.Parameter(torch.zeros(len(self.planes), n)) if learned else None
 
-    def learned_turns(self) -> Tensor:
-        """What a step along its plane turns each pair by, learned factors included: (planes, n) int64."""
+    def scaled_phase(self) -> Tensor:
+        """Phase per step of each pair, learned factors included: (planes, n) int64."""
         if self.log_scale is None:
-            return self.turns
-        drawn = self.turns.to(wide_dtype(self.turns)) * (RADIANS / math.tau)
-        return to_turns(drawn * self.log_scale.detach().exp())
+            return self.phase
+        radians = self.phase.to(wide_dtype(self.phase)) * RADIANS_PER_UNIT
+        return to_phase(radians * self.log_scale.detach().exp())
 
     def angles(self, positions: Tensor) -> Tensor:
-        """positions (3, B, T), int64 or real -> radians (B, T, D/2) float32, within 4e-7 of exact but for whole turns.
+        """positions (3, B, T), int64 or real -> rotation angles (B, T, D/2) in radians, float32, within 4e-7 of exact
+        modulo 2 pi.
 
-        Of a real position, the nearest integer goes the exact way, and what is left, at most 1/2, carries the gradient.
+        A real position is split: its nearest integer goes the exact way, and the rest, at most 1/2, carries the
+        gradient.
         """
-        places = positions[self.planes].movedim(0, -1)[..., None]  # (B, T, planes, 1)
-        whole = places.detach().round().long() if places.is_floating_point() else places
-        freqs = self.turns.float() * RADIANS  # (planes, n)
-        angles = (whole * self.learned_turns()).float() * RADIANS  # (B, T, planes, n), wraps at one turn
+        position = positions[self.planes].movedim(0, -1)[..., None]  # (B, T, planes, 1)
+        whole = position.detach().round().long() if position.is_floating_point() else position
+        freqs = self.phase.float() * RADIANS_PER_UNIT  # (planes, n)
+        angles = (whole * self.scaled_phase()).float() * RADIANS_PER_UNIT  # (B, T, planes, n), wraps at a full turn
         if self.log_scale is not None:  # adds 0, and the gradient of the line above
             freqs = freqs * self.log_scale.exp()
             angles = angles + whole.float() * (freqs - freqs.detach())
-        if places.is_floating_point():
-            angles = angles + (places - whole).float() * freqs
+        if position.is_floating_point():
+            angles = angles + (position - whole).float() * freqs
         return angles.flatten(-2)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +235,7 @@ class AffineScan(torch.autograd.Function):
 
 
 def scan(a: Tensor, b: Tensor, start: Tensor) -> Tensor:
-    """AffineScan, on a GPU by kernels.py if it and triton are there."""
+    """AffineScan; on a GPU by kernels.py, if it is there."""
     return kernel_scan(a, b, start) if a.is_cuda and KERNELS else AffineScan.apply(a, b, start)
 
 
@@ -236,10 +246,9 @@ class AutoGrid(nn.Module):
 
         col[t + 1] = A[t] col[t] + B[t]        row[t + 1] = row[t] + (1 - A[t])        from (0, 0)
 
-    A = B = 1 moves one column on; A = 0 starts a new row. `sigmoid` gates are the paper's: they never reach 0 or 1, so
-    places drift with length. `saturating` ones learn A alone, as a sigmoid stretched by 0.3 beyond 0 and 1 and cut
-    there, and keep B at 1: a learned B lets tokens that occur once a line share a place with their neighbour.
-    `settled` gates are rounded and fixed.
+    A = B = 1 moves one column on; A = 0 starts a new row. `sigmoid` gates are the paper's. They never reach 0 or 1, so
+    positions drift with length. `saturating` gates learn A alone, as a sigmoid stretched by 0.3 beyond 0 and 1 and
+    clamped, and keep B at 1: a learned B lets tokens that occur once a line share a place with their neighbour.
     """
 
     STRETCH = 0.3
@@ -247,10 +256,22 @@ class AutoGrid(nn.Module):
     def __init__(self, n_embd: int, gate: str = "saturating", bias: float = 0.7):
         super().__init__()
         self.gate = gate
+        self.frozen = False
         self.proj = nn.Linear(n_embd, 2 if gate == "sigmoid" else 1)
-        self.register_buffer("settled", torch.tensor(False))
         nn.init.normal_(self.proj.weight, std=0.02)
         nn.init.constant_(self.proj.bias, bias)
+
+    def freeze(self) -> None:
+        """From now on the gates are rounded and not trained."""
+        self.frozen = True
+        self.requires_grad_(False)
+
+    def get_extra_state(self) -> bool:  # torch saves it in the state dict, and gives it back to the method below
+        return self.frozen
+
+    def set_extra_state(self, frozen: bool) -> None:
+        if frozen:
+            self.freeze()
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """A, B (B, T) float32 of x (B, T, C)."""
@@ -258,33 +279,30 @@ class AutoGrid(nn.Module):
             gates = F.linear(x.float(), self.proj.weight.float(), self.proj.bias.float()).sigmoid()
         if self.gate == "saturating":
             gates = ((1 + 2 * self.STRETCH) * gates - self.STRETCH).clamp(0, 1)
-        if self.settled:
+        if self.frozen:
             gates = gates.round().detach()
-        return (
-            (gates[..., 0], gates[..., 1])
-            if self.gate == "sigmoid"
-            else (gates[..., 0], torch.ones_like(gates[..., 0]))
-        )
+        A = gates[..., 0]
+        return A, gates[..., 1] if self.gate == "sigmoid" else torch.ones_like(A)
 
     def forward(
         self, x: Tensor, positions: Tensor, state: Tensor | None = None, pad: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x (B, T, C) -> positions (3, B, T) with rows and columns replaced by learned, real ones; the state after the
-        last token (2, B). state: what an earlier call returned; pad (B,): left padding among these tokens."""
+        """x (B, T, C) -> positions (3, B, T) with learned, real rows and columns; the state after the last token
+        (2, B). state: what an earlier call returned; pad (B,): left padding among these tokens."""
         wide = wide_dtype(x)
         A, B = (gate.to(wide) for gate in self.gates(x))
-        if pad is not None:
-            hidden = torch.arange(x.shape[1], device=x.device) < pad[:, None]
-            A, B = A.masked_fill(hidden, 1), B.masked_fill(hidden, 0)
+        if pad is not None:  # padding does not move
+            is_pad = torch.arange(x.shape[1], device=x.device) < pad[:, None]
+            A, B = A.masked_fill(is_pad, 1), B.masked_fill(is_pad, 0)
         row0, col0 = A.new_zeros(2, len(x)) if state is None else state
         row = row0[:, None] + F.pad((1 - A).cumsum(1), (1, 0))  # (B, T + 1)
         col = scan(A, B, col0)
         return torch.stack([positions[INDEX].to(wide), row[:, :-1], col[:, :-1]]), torch.stack([row[:, -1], col[:, -1]])
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """One product over whole heads, then a fused multiply-add into each half: of the plain ways that were measured the
-    one with the fewest passes over memory (bench.py rotary)."""
+def apply_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """One product over whole heads, then a fused multiply-add into each half: of the plain ways that were measured, the
+    one with the fewest passes over memory (scripts/bench.py rotary)."""
     half, wide = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
     cos, sin, z = cos.to(wide)[:, :, None], sin.to(wide)[:, :, None], x.to(wide)  # cos, sin (B, T, 1, D/2)
     y = z * torch.cat([cos, cos], dim=-1)
@@ -294,18 +312,18 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Rotate(torch.autograd.Function):
-    """The gradient of a turn is the turn back, and costs what it costs; autograd's own would take twice that."""
+    """The gradient of a rotation is the rotation back, at the same cost; autograd's own would take twice that."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         learned = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         ctx.save_for_backward(x if learned else None, cos, sin)
-        return turn(x, cos, sin)
+        return apply_rotation(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         x, cos, sin = ctx.saved_tensors
-        dx = turn(grad, cos, -sin)
+        dx = apply_rotation(grad, cos, -sin)
         if x is None:
             return dx, None, None
         (a, b), (da, db) = x.to(cos.dtype).chunk(2, -1), grad.to(cos.dtype).chunk(2, -1)  # (B, T, H, D/2) each
@@ -314,7 +332,7 @@ class Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (i, i + D/2) of x (B, T, H, D) by the angles of cos, sin (B or 1, T, D/2), in float32 (float64
+    """Rotates the pairs (i, i + D/2) of x (B, T, H, D) by the angles of cos, sin (B or 1, T, D/2), in float32 (float64
     if x is), returned in x's dtype. Differentiable in all three, on any device: the reference for kernels.py."""
     if not torch.compiler.is_compiling():
         return Rotate.apply(x, cos, sin)
@@ -324,8 +342,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """`rotate` of q (B, T, H, D) and of k (B, T, Hkv, D); on a GPU by kernels.py in one launch, if it and triton are
-    there."""
+    """`rotate` of q (B, T, H, D) and of k (B, T, Hkv, D); on a GPU by kernels.py in one launch, if it is there."""
     if q.is_cuda and KERNELS:
         return kernel_rotate_qk(q, k, cos, sin)
     if q.is_cuda and not torch.compiler.is_compiling():  # torch.compile fuses the plain path

@@ -1,4 +1,4 @@
-"""Training: copy strings (task = 'copy'), pretrain on text ('pretrain'), or finetune on copying in text ('finetune').
+"""Training: copy strings (task = 'copy'), pretrain on text ('pretrain'), or finetune on chats ('finetune').
 
     python train.py config/toy_copy.py                                 # one process: cuda, mps or cpu
     python train.py config/toy_copy.py --pos_encoding=rope --out_dir=out/rope
@@ -8,36 +8,39 @@
 
 Config files, then --key=value, later ones winning; --help lists every knob. A run directory holds last.pt and best.pt,
 config.py (pass it back in to run the same again), log.jsonl (a line a step), validation.jsonl, and run.json (command
-line, versions).
-Running the same command again goes on where the run stopped.
+line, versions). The same command again goes on where the run stopped. A run with schedule = 'wsd' also goes on to a
+larger max_steps, from stable.pt, its last checkpoint before the learning rate fell.
 """
 
-import json
 import math
 import os
-import platform
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 import checkpoint
 import configurator
-from batches import chat_data, copy_data, load_start, micro_batches, text_data
-from data_copy import IGNORE, CopyConfig, TextCopyConfig
-from data_dclm import TextConfig
+import data_copy
+import data_dclm
+import data_text
+from checkpoint import decay_start, on_all_ranks, rank_and_world
+from data_copy import IGNORE, CopyConfig, MicroBatches
+from data_text import TextCopyConfig
 from model import Decoder, ModelConfig
+from rope2d import newline_table
+from tokenizer import load_tokenizer
 
 
 @dataclass
@@ -45,9 +48,12 @@ class TrainConfig:
     """Training"""
 
     task: Literal["copy", "pretrain", "finetune"] = "copy"  # what the batches hold
-    init_from: str = ""  # finetune: a run directory or checkpoint file of ours, or a Hugging Face folder of a Qwen3
-    chats: str = ""  # finetune: JSONL of chats (data_copy.py); empty: copy tasks, made as they are needed
-    val_chats: str = ""  # the same for validation
+    init_from: str = ""  # weights to start from: a run directory or checkpoint of ours, or a Hugging Face folder
+    tokenizer: str = "llama3"  # of text: llama3, bytes, a tiktoken encoding's name, a path (tokenizer.py)
+    train_data: str = ""  # pretrain: folder of shards (data_dclm.py)
+    val_data: str = ""  # pretrain: folder of shards of another corpus
+    chats: str = ""  # finetune: JSONL of chats (data_text.py); empty: copy tasks, made as they are needed
+    val_chats: str = ""  # finetune: the same for validation
     out_dir: str = "out/run"  # the run's directory
     init: Literal["auto", "scratch", "resume"] = "auto"  # auto: go on if out_dir holds this run, else start
     seed: int = 0  # of the weights and of the data's order
@@ -60,7 +66,7 @@ class TrainConfig:
     warmup_steps: int = 100  # linear from 0
     weight_decay: float = 0.01  # on matrices alone
     gate_lr_scale: float = 3.0  # learning rate of auto-2d-rope's gates, in units of the others'
-    grid_steps: int = 0  # auto-2d-rope: first steps, which find the grid; then it is fixed and all else learned anew
+    grid_steps: int = 0  # auto-2d-rope: first steps, which find the grid; then it is frozen and all else learned anew
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0: no clipping
@@ -77,63 +83,84 @@ class TrainConfig:
         for name in ("batch_size", "grad_accum", "max_steps", "eval_interval", "eval_steps", "checkpoint_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        checkpoint.check_seeds(seed=self.seed)
+        if "," in self.out_dir:
+            raise ValueError(f"out_dir={self.out_dir!r}: expected no comma, which separates runs in eval.py --runs=A,B")
+        for task, names in (("pretrain", ("train_data", "val_data")), ("finetune", ("chats", "val_chats"))):
+            for name in names:
+                if getattr(self, name) and self.task != task:
+                    raise ValueError(f"{name}={getattr(self, name)!r}: task={self.task!r} does not use it, {task} does")
+        if self.grid_steps >= self.max_steps:
+            raise ValueError(f"grid_steps={self.grid_steps} of max_steps={self.max_steps}: nothing would learn to copy")
 
 
-CONFIGS = ModelConfig, CopyConfig, TextConfig, TextCopyConfig, TrainConfig  # all knobs
-
-# Knobs that may change when a run goes on: they leave what is computed alone, up to rounding.
-MAY_CHANGE = {
-    "out_dir",
-    "init",
-    "grad_accum",
-    "eval_interval",
-    "eval_steps",
-    "checkpoint_interval",
-    "device",
-    "compile",
-    "recompute",
-    "wandb",
-    "tokenizer",  # its identity may not, nor the data's, but both may have moved
-    "train_data",
-    "val_data",
-}
-
-# Dense bfloat16 FLOP/s of GPUs, by what torch.cuda.get_device_name says; NVIDIA's data sheets.
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+CONFIGS = ModelConfig, CopyConfig, TextCopyConfig, TrainConfig  # all knobs
 
 
-def rank_and_world() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+class Task(NamedTuple):
+    """What a run trains on."""
+
+    batch: Callable[..., MicroBatches]  # (step, "train" or "validation", rank, world, pieces)
+    newlines: Tensor  # (vocab_size,) line breaks in each token
+    fingerprint: dict[str, Any]  # must be the same when a run goes on, and on all ranks
+    contents: dict[str, str] = {}  # must be the same on all ranks; may have been mended when a run goes on
+    weight: Tensor | None = None  # (vocab_size,) of each token as a target of training; None: all count the same
 
 
-def pick_device(name: str) -> torch.device:
-    """`auto` takes cuda, mps or cpu, the first that is there. Of several GPUs, torchrun's for this process, which is
-    made the current one. ValueError for a device that is not there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        name = next(kind for kind, is_there in there.items() if is_there)
-    if not there[name]:
-        raise ValueError(f"device={name!r}: not on this machine; it has {', '.join(k for k in there if there[k])}")
-    if name != "cuda":
-        return torch.device(name)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    torch.cuda.set_device(device)  # where nccl and triton work
-    # cuDNN's attention plans anew for each shape, and with few key heads decodes wrongly on a B200 (pytorch#193893).
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    return device
+def copy_task(config: TrainConfig, copy_config: CopyConfig, model_config: ModelConfig) -> Task:
+    if 2 * copy_config.max_length + 5 > model_config.block_size:
+        given = f"max_length={copy_config.max_length} makes sequences of {2 * copy_config.max_length + 5} tokens"
+        raise ValueError(f"{given}: block_size={model_config.block_size} is too short")
+
+    def batch(step: int, stream: str, *shard: int) -> MicroBatches:
+        return data_copy.copy_batch(copy_config, config.batch_size, step, config.seed, stream, *shard)
+
+    weight = None
+    if copy_config.closing_weight != 1:
+        weight = torch.ones(len(data_copy.VOCAB))  # a separator is a target only where it ends a copy
+        weight[data_copy.SEPARATORS[copy_config.separator]] = copy_config.closing_weight
+    newlines = newline_table(data_copy.TOKEN_BYTES)
+    return Task(batch, newlines, {"vocabulary": data_copy.VOCAB}, weight=weight)
 
 
-def flops(model: Decoder, micro: list[tuple[Tensor, Tensor]]) -> float:
-    """Of forward and backward: 6 a weight of a matrix product and token, 12 T a layer and channel of attention and
-    token (PaLM's count, arXiv 2204.02311, appendix B), the embedding's look-up for free."""
-    tokens = sum(t.numel() for t, _ in micro)
-    pairs = sum(t.numel() * t.shape[1] for t, _ in micro)
-    matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2) + model.head.weight.numel()
-    return 6 * matrices * tokens + 12 * len(model.blocks) * model.config.n_head * model.config.head_size * pairs
+def pretrain_task(config: TrainConfig, model_config: ModelConfig) -> Task:
+    """Trains on one corpus in an order of config.seed; validates on fixed windows of another, whatever the seed."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    if not config.train_data or not config.val_data:
+        raise ValueError("task='pretrain' needs --train_data=DIR and --val_data=DIR, folders of shards (data_dclm.py)")
+    fits, validation_rows = (tokenizer.fingerprint, model_config.block_size), config.eval_steps * config.batch_size
+    corpora = {
+        "train": data_dclm.open_corpus(config.train_data, *fits),
+        "validation": data_dclm.open_corpus(config.val_data, *fits, validation_rows),
+    }
+
+    def batch(step: int, stream: str, *shard: int) -> MicroBatches:
+        seed = config.seed if stream == "train" else 0
+        return data_dclm.text_batch(corpora[stream], config.batch_size, step, seed, *shard)
+
+    digests = {f"{stream} corpus": corpus.digest for stream, corpus in corpora.items()}
+    newlines = newline_table(tokenizer.token_bytes, model_config.vocab_size)
+    return Task(batch, newlines, {"tokenizer": tokenizer.fingerprint} | digests)
+
+
+def finetune_task(config: TrainConfig, text_config: TextCopyConfig, model_config: ModelConfig) -> Task:
+    """Chats, from files or made as they are needed; the loss is on what the assistant says. All that could be too long
+    for the model is found now, not at its step."""
+    if not config.init_from:
+        raise ValueError("task='finetune' needs --init_from=DIR, a run directory of ours or a Hugging Face folder")
+    tokenizer, longest = load_tokenizer(config.tokenizer), model_config.block_size
+    files = {"train": config.chats, "validation": config.val_chats}
+    chat, counts, contents = data_text.chat_source(text_config, files, config.seed, tokenizer.chat, longest)
+
+    def batch(step: int, stream: str, *shard: int) -> MicroBatches:
+        return data_text.chat_batch(partial(chat, stream), config.batch_size, step, *shard)
+
+    newlines = newline_table(tokenizer.token_bytes, model_config.vocab_size)
+    return Task(batch, newlines, {"tokenizer": tokenizer.fingerprint} | counts, contents)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of step 0 .. max_steps-1."""
+    """The rate of step 0 .. max_steps-1. The schedule starts again behind grid_steps."""
     peak, last = config.learning_rate, config.max_steps - 1
     low = peak / 10 if config.min_lr is None else config.min_lr
     if step < config.grid_steps:
@@ -142,7 +169,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
     if config.schedule == "wsd":
-        decay_steps = max(1, config.max_steps // 10)
+        decay_steps = config.max_steps - decay_start(config.max_steps)
         return low + (peak - low) * min(1.0, (last - step) / decay_steps)
     done = (step - config.warmup_steps) / max(1, last - config.warmup_steps)
     return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * done))
@@ -150,272 +177,270 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 
 def make_optimizer(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW with decay on matrices, none on norms, gates, and the scalars of frequencies and logits."""
-    groups: dict[str, list] = {"matrices": [], "vectors": [], "gates": []}
+    matrices, vectors, gates = [], [], []
     for name, p in model.named_parameters():
-        kind = "gates" if ".grid." in name else "matrices" if name.endswith(".weight") and p.dim() == 2 else "vectors"
-        groups[kind].append(p)
-    settings = {
-        "matrices": {"weight_decay": config.weight_decay, "lr_scale": 1.0},
-        "vectors": {"weight_decay": 0.0, "lr_scale": 1.0},
-        "gates": {"weight_decay": 0.0, "lr_scale": config.gate_lr_scale},
-    }
-    groups = [{"params": params} | settings[kind] for kind, params in groups.items() if params]
+        if ".grid." in name:
+            gates.append(p)
+        elif name.endswith(".weight") and p.dim() == 2:
+            matrices.append(p)
+        else:
+            vectors.append(p)
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay, "lr_scale": 1.0},
+        {"params": vectors, "weight_decay": 0.0, "lr_scale": 1.0},
+        {"params": gates, "weight_decay": 0.0, "lr_scale": config.gate_lr_scale},
+    ]
+    groups = [group for group in groups if group["params"]]
     fused = model.newlines.device.type in ("cuda", "cpu")
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 
-class StopSignal:
-    """SIGTERM and SIGINT end the run after the step at hand, with a checkpoint."""
+class Run:
+    """The state of a run: model, optimizer, step, and the best validation loss so far."""
 
-    def __init__(self):
-        self.number = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.note)
+    def __init__(self, config: TrainConfig, task: Task, model: Decoder, resolved: dict[str, Any], saved: dict | None):
+        self.config, self.task, self.resolved, self.out = config, task, resolved, Path(config.out_dir)
+        self.rank, self.world = rank_and_world()
+        self.batch = lambda step, stream: task.batch(step, stream, self.rank, self.world, config.grad_accum)
+        self.device = checkpoint.pick_device(config.device)
+        if self.device.type == "cuda":  # cuDNN's attention plans anew for each shape; in pretraining there is one
+            torch.backends.cuda.enable_cudnn_sdp(config.task == "pretrain")
+        bfloat16 = config.dtype == "bfloat16" or config.dtype == "auto" and self.device.type == "cuda"
+        self.autocast = checkpoint.autocast(self.device, "bfloat16" if bfloat16 else "float32")
+        self.to_device = partial(checkpoint.to_device, self.device)
+        self.model = model.to(self.device)
+        self.model.recompute = config.recompute
+        self.optimizer = make_optimizer(model, config)
+        self.peak_flops = checkpoint.peak_flops(self.device)
+        self.step, self.best = 0, math.inf
+        if saved:
+            self.step, self.best = saved["step"], saved["best"]
+            if saved["optimizer"]:  # rank 0's alone
+                self.optimizer.load_state_dict(saved["optimizer"])
+        checkpoint.sync(model, self.optimizer)
+        self.weight = None if task.weight is None else task.weight.to(self.device)
+        self.wrap()
 
-    def note(self, number: int, frame) -> None:
-        if self.number and number == signal.SIGINT:  # the second Ctrl-C means now; schedulers repeat SIGTERM
-            sys.exit(128 + number)
-        self.number = number
+    def wrap(self) -> None:
+        """DDP and torch.compile around the model; again where the parameters that are trained have changed."""
+        self.wrapped = self.model
+        if self.world > 1:
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            how = {"forward_sync_buffers": False, "gradient_as_bucket_view": True}
+            self.wrapped = DistributedDataParallel(self.model, device_ids=ids, **how)
+        if self.config.compile:
+            self.wrapped = torch.compile(self.wrapped)
+
+    def save(self, name: str) -> None:
+        if self.rank == 0:
+            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            facts = {"config": self.resolved, "step": self.step, "best": self.best, "data": self.task.fingerprint}
+            checkpoint.save(state | facts, self.out / name)
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Nats a target token, over batches that are the same at every evaluation and never in training; the model with
+        the smallest is kept in best.pt."""
+        loss, count = 0.0, 0
+        for i in range(self.config.eval_steps):
+            for tokens, targets in self.batch(i, "validation"):
+                count += int((targets != IGNORE).sum())
+                with self.autocast:
+                    loss += self.model(*self.to_device(tokens, targets)).item()
+        loss, count = checkpoint.sum_over_ranks(self.device, loss, count).tolist()
+        if loss / count < self.best:
+            self.best = loss / count
+            self.save("best.pt")
+        return loss / count
+
+    def freeze_grid(self) -> None:
+        """The grid is found: all but the embedding and the gates starts again."""
+        torch.manual_seed(self.config.seed)  # every rank draws the same, and so does a run that goes on from here
+        self.model.freeze_grid()
+        self.optimizer.state.clear()
+        self.best = math.inf  # what was best so far is thrown away
+        self.wrap()
+
+    def train_step(
+        self, batch: MicroBatches, upcoming: Future, stop: checkpoint.StopSignal
+    ) -> tuple[dict[str, Any], bool, bool]:
+        """One optimizer step. Returns the log's line, whether any rank has got a signal, and whether any has failed to
+        make its next batch. RuntimeError for a loss that is not finite."""
+        began, config, model = time.perf_counter(), self.config, self.model
+        lr = learning_rate(config, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+        n_targets = sum(int((targets != IGNORE).sum()) for _, targets in batch)
+        n_targets = checkpoint.sum_over_ranks(self.device, n_targets).float()
+        loss = torch.zeros((), device=self.device)
+        for i, (tokens, targets) in enumerate(batch):
+            last = i == len(batch) - 1
+            with nullcontext() if last or self.world == 1 else self.wrapped.no_sync():
+                with self.autocast:
+                    piece = self.wrapped(*self.to_device(tokens, targets), self.weight) / n_targets[0]
+                (piece * self.world).backward()  # DDP averages over ranks; the sum over targets is what is wanted
+            loss += piece.detach()
+        if self.step < config.grid_steps:  # what the gates look at stays as it is, or they would not fit what follows
+            for name, p in model.named_parameters():
+                if "embed" in name or "norm" in name:
+                    p.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        failed = upcoming.exception() is not None
+        n_tokens = sum(tokens.size for tokens, _ in batch)
+        pairs = sum(tokens.size * tokens.shape[1] for tokens, _ in batch)
+        total = checkpoint.sum_over_ranks(self.device, loss, bool(stop.number), failed, n_tokens, pairs)
+        loss, stopped, failed, n_tokens, pairs, norm = torch.cat([total, norm.to(total)[None]]).tolist()  # one sync
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            where = f"{config.out_dir}/last.pt has the weights before it"
+            raise RuntimeError(f"step {self.step}: loss {loss}, gradient norm {norm}; {where}, for --init_from")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        seconds = time.perf_counter() - began
+        line = {"step": self.step - 1, "loss": loss, "lr": lr, "grad_norm": norm, "ms": round(seconds * 1e3, 3)}
+        line["tokens_per_s"] = round(n_tokens / seconds)
+        if self.peak_flops:
+            line["mfu"] = round(model.flops(n_tokens, pairs) / seconds / self.peak_flops / self.world, 4)
+        return line, bool(stopped), bool(failed)
 
 
-def start_wandb(config: TrainConfig, resolved: dict):
-    """The run on Weights & Biases, the same one when a run goes on: its name is kept in out_dir."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError(f"wandb={config.wandb!r}: not installed, pip install wandb") from error
-    note = Path(config.out_dir) / "wandb_id"
-    note.parent.mkdir(parents=True, exist_ok=True)
-    if not note.exists():
-        note.write_text(os.urandom(6).hex())
-    run_id = note.read_text()
-    return wandb.init(project=config.wandb, id=run_id, name=config.out_dir, config=resolved, resume="allow")
+def start_run(
+    model_config: ModelConfig,
+    copy_config: CopyConfig,
+    text_config: TextCopyConfig,
+    config: TrainConfig,
+    given: Collection[str],
+) -> Run:
+    """A new run, or one that goes on. Where weights come from elsewhere, so does model_config, but for the knobs in
+    `given`. ValueError if out_dir holds another run, RuntimeError if the ranks differ."""
+    changes = {f.name: getattr(model_config, f.name) for f in fields(ModelConfig) if f.name in given}
+    out, leader = Path(config.out_dir), rank_and_world()[0] == 0
+    find = partial(checkpoint.find_run, out, config.init, config.schedule, config.max_steps)
+    saved = checkpoint.from_rank_0(on_all_ranks(lambda: find() if leader else None))
+    model = None
+    if config.init_from and saved:
+        model_config = checkpoint.model_config_of(saved, **changes)
+    elif config.init_from:
+        model, known = on_all_ranks(lambda: checkpoint.load_start(config.init_from, changes))
+        model_config = model.config
+    if config.grid_steps and not model_config.learns_one_grid:
+        raise ValueError(f"grid_steps={config.grid_steps} needs layers of auto-2d-rope, with saturating gates")
+    if config.grid_steps and model_config.tie_weights:
+        hint = "the embedding does not learn in these steps, and it would be the output layer too"
+        raise ValueError(f"grid_steps={config.grid_steps} with tie_weights=True: {hint}")
+    if config.task == "copy":
+        task = copy_task(config, copy_config, model_config)
+    elif config.task == "pretrain":
+        task = on_all_ranks(lambda: pretrain_task(config, model_config))
+    else:
+        task = on_all_ranks(lambda: finetune_task(config, text_config, model_config))
+    model_config.vocab_size = model_config.vocab_size or len(task.newlines)
+    if model_config.vocab_size != len(task.newlines):
+        hint = "leave it None, or give as many or more"
+        raise ValueError(f"vocab_size={model_config.vocab_size}: the data has {len(task.newlines)} tokens; {hint}")
+    if model:
+        checkpoint.check_same_tokens(config.init_from, known, task.fingerprint)
+    all_configs = model_config, copy_config, text_config, config
+    resolved = {name: value for part in all_configs for name, value in asdict(part).items()}
+    checkpoint.check_same_ranks(resolved | task.fingerprint | task.contents)
+    if saved:
+        checkpoint.check_same_run(out, saved, resolved, task.fingerprint)
+    torch.manual_seed(config.seed)
+    if saved:
+        model = checkpoint.load_model(saved)
+    elif model is None:
+        model = Decoder(model_config, task.newlines)
+    run = Run(config, task, model, resolved, saved)
+    if run.rank == 0:
+        about = f"{model_config.pos_encoding}, {sum(p.numel() for p in model.parameters()):,} parameters, {run.device}"
+        print(f"{config.out_dir}: {about}, steps {run.step} to {config.max_steps}")
+    return run
 
 
 def train(
     model_config: ModelConfig,
     copy_config: CopyConfig,
-    text_config: TextConfig,
-    text_copy_config: TextCopyConfig,
+    text_config: TextCopyConfig,
     config: TrainConfig,
-    changes: Collection[str] = (),
+    given: Collection[str] = (),
 ) -> None:
-    """Trains to max_steps and leaves out_dir complete. RuntimeError for a loss that is not finite; SystemExit(128 + n)
-    after signal n, with a checkpoint. Finetuning takes its model from config.init_from, and from model_config only the
-    fields named in `changes`."""
-    rank, world = rank_and_world()
-    device = pick_device(config.device)
-    if device.type == "cuda" and config.task == "pretrain":
-        torch.backends.cuda.enable_cudnn_sdp(True)  # all batches have one shape
+    """Trains to max_steps and leaves out_dir complete; `given` names the knobs that were set, see start_run.
+
+    RuntimeError for a loss that is not finite; SystemExit(128 + n) after signal n. Either leaves a checkpoint of the
+    last good step.
+    """
+    out, (rank, world) = Path(config.out_dir), rank_and_world()
     if config.batch_size < config.grad_accum * world:
-        raise ValueError(
-            f"batch_size={config.batch_size}: less than grad_accum={config.grad_accum} x {world} processes"
-        )
-    start, was = None, ""
-    if config.task == "finetune":
-        start, identity, was = load_start(config, {name: getattr(model_config, name) for name in changes})
-        model_config = start.config
-        data = chat_data(config, text_config, text_copy_config, start, identity)
-    elif config.task == "copy":
-        data = copy_data(config, copy_config, model_config.block_size)
-    else:
-        data = text_data(config, text_config, model_config.block_size)
-    if world > 1:
-        identities = [None] * world
-        dist.all_gather_object(identities, data.identity)
-        for other in range(world):
-            if lines := configurator.diff(identities[other], data.identity):
-                raise RuntimeError(f"rank {other} sees other data than rank {rank}: {'; '.join(lines)}")
-    vocab_size = model_config.vocab_size = model_config.vocab_size or len(data.newlines)
-    if vocab_size != len(data.newlines):
-        raise ValueError(f"vocab_size={vocab_size}: the data has {len(data.newlines)} tokens; leave it None")
-    out = Path(config.out_dir)
-    all_configs = model_config, copy_config, text_config, text_copy_config, config
-    resolved = {name: value for part in all_configs for name, value in asdict(part).items()}
-    fixed = {name: value for name, value in resolved.items() if name not in MAY_CHANGE}
-    before = checkpoint.find_run(out, config.init, fixed, data.identity)
-    torch.manual_seed(config.seed)
-    model = checkpoint.load_model(before) if before else start or Decoder(model_config, data.newlines)
-    model.to(device)
-    model.recompute = config.recompute
-    optimizer = make_optimizer(model, config)
-    step, best, resumed = 0, math.inf, before is not None
-    if before:
-        optimizer.load_state_dict(before["optimizer"])
-        step, best, before = before["step"], before["best"], None
-    if step >= config.max_steps and checkpoint.last_validated(out) >= config.max_steps:
-        if rank == 0:
-            print(f"{config.out_dir}: all {step} steps are done already")
-        return
-
-    wrapped = model
-    if world > 1:
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            broadcast_buffers=False,  # they are the same everywhere
-            gradient_as_bucket_view=True,
-            find_unused_parameters=any(".grid." in name for name, _ in model.named_parameters()),  # once it has settled
-        )
-    if config.compile:
-        wrapped = torch.compile(wrapped)
-    bfloat16 = config.dtype == "bfloat16" or config.dtype == "auto" and device.type == "cuda"
-    precision = torch.autocast(device.type, torch.bfloat16) if bfloat16 else nullcontext()
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak_flops = next((peak for name, peak in PEAK_FLOPS.items() if name in gpu), None)
-
-    def save(name: str) -> None:
-        if rank == 0:
-            payload = {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "config": resolved,
-                "step": step,
-                "best": best,
-                "data": data.identity,
-            }
-            checkpoint.save(payload, out / name)
-
-    def add_up(*values: float) -> list[float]:
-        """Sums over the ranks."""
-        total = torch.tensor(values, dtype=torch.float64, device="cpu" if device.type == "mps" else device)
-        if world > 1:
-            dist.all_reduce(total)
-        return total.tolist()
-
-    @torch.no_grad()
-    def validation_loss() -> float:
-        """Nats a target token, over batches that are the same at every evaluation and never in training."""
-        loss, count = 0.0, 0
-        for i in range(config.eval_steps):
-            batch = data.batch(i, "validation")
-            count += int((batch[1] != IGNORE).sum())
-            for tokens, targets in micro_batches(*batch, config.grad_accum, rank, world):
-                with precision:
-                    loss += model(tokens.to(device), targets.to(device)).item()
-        return add_up(loss)[0] / count
-
-    if rank == 0:
-        wandb = start_wandb(config, resolved) if config.wandb else None
-        out.mkdir(parents=True, exist_ok=True)
-        configurator.save(out / "config.py", *all_configs)
-        about = {
-            "command": sys.argv,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "numpy": np.__version__,
-            "device": str(device),
-            "processes": world,
-            "threads": torch.get_num_threads(),
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "data": data.identity,
-        }
-        (out / "run.json").write_text(json.dumps(about, indent=1) + "\n")
-        log = checkpoint.open_log(out / "log.jsonl", step)
-        validation_log = checkpoint.open_log(out / "validation.jsonl", step)
-        encoding = model_config.pos_encoding
-        if was not in ("", encoding):
-            encoding += f", from weights of {was}"
-        print(
-            f"{config.out_dir}: {encoding}, {about['parameters']:,} parameters, {device}, steps {step} to "
-            f"{config.max_steps}"
-        )
-    weight = data.weight if data.weight is None else data.weight.to(device)
-    if not resumed:
-        save("last.pt")  # step 0: from here on out_dir belongs to this config
-    stop = StopSignal()
-    bar = tqdm(
-        total=config.max_steps,
-        initial=step,
-        unit="step",
-        disable=rank != 0,
-        dynamic_ncols=True,
-        mininterval=0.2 if sys.stderr.isatty() else 10,
-    )
-    while True:
-        finished = step == config.max_steps
-        if step and (finished or step % config.eval_interval == 0):  # here, so that it is not lost in a kill after save
-            val_loss = validation_loss()
-            bar.set_description(f"val loss {val_loss:.4f}")
-            if val_loss < best:
-                best = val_loss
-                save("best.pt")
-            if rank == 0:  # last: it says that best.pt is settled
-                print(json.dumps({"step": step, "val_loss": val_loss}), file=validation_log, flush=True)
-                if wandb:
-                    wandb.log({"val_loss": val_loss}, step=step)
-        if finished:
-            break
-        began = time.perf_counter()
-        lr = learning_rate(config, step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group["lr_scale"]
-        if step and step == config.grid_steps:
-            torch.manual_seed(config.seed)  # every rank draws the same, and so does a run that goes on from here
-            model.settle_grid()
-            optimizer.state.clear()
-            best = math.inf  # what was best so far is thrown away
-        batch = data.batch(step, "train")
-        n_targets = int((batch[1] != IGNORE).sum())
-        micro = micro_batches(*batch, config.grad_accum, rank, world)
-        step_loss = torch.zeros((), device=device)
-        for i, (tokens, targets) in enumerate(micro):
-            last = i == len(micro) - 1
-            with nullcontext() if last or world == 1 else wrapped.no_sync():
-                with precision:
-                    loss = wrapped(tokens.to(device), targets.to(device), weight) / n_targets
-                (loss * world).backward()  # DDP averages over ranks; the sum over targets is what is wanted
-            step_loss += loss.detach()
-        loss, stopped = add_up(step_loss.item(), float(bool(stop.number)))
-        if step < config.grid_steps:  # what the gates look at stays as it is, or they would not fit what comes after
-            for name, p in model.named_parameters():
-                if "embed" in name or "norm" in name:
-                    p.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf).item()
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise RuntimeError(
-                f"step {step}: loss {loss}, gradient norm {norm}; the last good checkpoint is {config.out_dir}/last.pt"
-            )
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-        seconds = time.perf_counter() - began
-        if rank == 0:
-            tokens_s = sum(tokens.numel() for tokens, _ in micro) * world / seconds
-            line = {
-                "step": step - 1,
-                "loss": loss,
-                "lr": lr,
-                "grad_norm": norm,
-                "ms": round(seconds * 1e3, 3),
-                "tokens_per_s": round(tokens_s),
-            }
-            if peak_flops:
-                line["mfu"] = round(flops(model, micro) / seconds / peak_flops, 4)
-            print(json.dumps(line), file=log, flush=True)
-            if wandb:
-                wandb.log(line, step=step - 1)
-        bar.update()
-        bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-
-        if step == config.max_steps or stopped or step % config.checkpoint_interval == 0:
-            save("last.pt")
-        if stopped:
-            bar.close()
-            number = stop.number or signal.SIGTERM
+        needed = f"grad_accum={config.grad_accum} x {world} processes"
+        raise ValueError(f"batch_size={config.batch_size}: expected at least {needed}")
+    with on_all_ranks(lambda: configurator.lock(out) if rank == 0 else nullcontext()):
+        run = start_run(model_config, copy_config, text_config, config, given)
+        validated = checkpoint.gather(checkpoint.last_validated(out))[0]
+        if run.step >= config.max_steps and validated >= config.max_steps:
             if rank == 0:
-                print(f"\nsignal {number}: stopped after step {step}; the same command goes on", file=sys.stderr)
-            sys.exit(128 + number)
-    bar.close()
+                print(f"{config.out_dir}: all {run.step} steps are done already")
+            return
+        if rank == 0:
+            configurator.save(out / "config.py", model_config, copy_config, text_config, config)
+            checkpoint.write_facts(out / "run.json", run.model, run.task.fingerprint | run.task.contents)
+        if run.step == 0:
+            run.save("last.pt")  # from here on out_dir belongs to this config
+        run_steps(run, checkpoint.Logs(out, run.step, config.wandb, run.resolved))
+
+
+def run_steps(run: Run, logs: checkpoint.Logs) -> None:
+    """The training loop, from run.step to max_steps."""
+    config, saved_at, stop = run.config, run.step, checkpoint.StopSignal()
+    bar = checkpoint.progress(config.max_steps, "step", initial=run.step)
+    loader = ThreadPoolExecutor(1)  # makes the next batch while a step is computed
+    batch = on_all_ranks(lambda: run.batch(run.step, "train"))
+    try:
+        while True:
+            finished = run.step == config.max_steps
+            if run.step and (finished or run.step % config.eval_interval == 0):  # here, so that no kill skips it
+                val_loss = run.validate()
+                logs.write("validation", {"step": run.step, "val_loss": val_loss})
+                bar.set_description(f"val loss {val_loss:.4f}")
+            if finished:
+                break
+            if run.step and run.step == config.grid_steps:
+                run.freeze_grid()
+            upcoming = loader.submit(run.batch, run.step + 1, "train")
+            line, stopped, failed = run.train_step(batch, upcoming, stop)
+            logs.write("log", line)
+            bar.update()
+            bar.set_postfix(loss=f"{line['loss']:.4f}", refresh=False)
+            if config.schedule == "wsd" and run.step == decay_start(config.max_steps):
+                run.save("stable.pt")
+            if stopped or failed or run.step == config.max_steps or run.step % config.checkpoint_interval == 0:
+                run.save("last.pt")
+                saved_at = run.step
+            if stopped:
+                number = stop.number or signal.SIGTERM
+                if run.rank == 0:
+                    where = f"stopped after step {run.step}; the same command goes on"
+                    print(f"\nsignal {number}: {where}", file=sys.stderr)
+                sys.exit(128 + number)
+            if run.step < config.max_steps:
+                batch = upcoming.result()  # raises what its making raised
+                if failed:
+                    raise RuntimeError(f"another rank has no batch for step {run.step}; it says why")
+    except Exception:
+        if run.step > saved_at:  # parameters and optimizer are those of the last whole step
+            run.save("last.pt")
+        raise
+    finally:
+        bar.close()
+        loader.shutdown(wait=False, cancel_futures=True)
 
 
 def main() -> None:
     given: set[str] = set()
     configs = configurator.configure(*CONFIGS, doc=__doc__, given=given)
     if "RANK" in os.environ:  # torchrun
-        dist.init_process_group("nccl" if pick_device(configs[-1].device).type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if checkpoint.pick_device(configs[-1].device).type == "cuda" else "gloo")
     try:
-        train(*configs, changes=given & {field.name for field in fields(ModelConfig)})
+        train(*configs, given=given)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -2,7 +2,7 @@
 #   python train.py config/copy_1layer.py --pos_encoding=2d-rope --seed=0 --out_dir=out/copy_1layer/2d-rope-0
 #   python eval.py --runs=out/copy_1layer/2d-rope-0 --lengths=100,1600,25600,102400 --samples=10
 # For one GPU; not yet run there. The learning rate and the number of steps are ours: the text of the paper has none;
-# freqs and embed_common are what the toy found; the paper has geometric ones and no common part.
+# freqs and shared_embed_init are what the toy found; the paper has geometric ones and no common part.
 
 task = "copy"
 copy_task = "imbalanced"
@@ -11,7 +11,7 @@ noise = 0.1
 
 pos_encoding = "2d-rope"
 freqs = "uniform"
-embed_common = 1.0
+shared_embed_init = 1.0
 
 n_layer, n_head, n_embd, head_dim = 1, 2, 1024, 512
 block_size = 2_100_000

@@ -1,5 +1,5 @@
 # Separators that no rule knows (config/toy_auto.py): Auto-2D with both gates, 2D-RoPE's rule, RoPE. Eight seeds each.
-#   python sweep.py config/sweep_auto.py
+#   python -m scripts.sweep config/sweep_auto.py
 
 _auto = "config/toy_copy.py config/toy_auto.py"
 runs = (

@@ -1,5 +1,5 @@
 # Every encoding and option, one and four layers, the toy's data and budget (600 steps; Auto-2D 250 more for its grid).
-#   python sweep.py config/sweep_encodings.py
+#   python -m scripts.sweep config/sweep_encodings.py
 # With one layer rnope is rope, and so is h-rope, with uniform frequencies.
 
 _rows = {

@@ -10,7 +10,7 @@ noise = 0.1
 
 pos_encoding = "2d-rope"
 freqs = "uniform"  # geometric ones alias: perfect to 320, wrong at 5,120
-embed_common = 1.0  # without it 3 of 8 seeds reach 20,480, with it all
+shared_embed_init = 1.0  # without it 3 of 8 seeds reach 20,480, with it all
 
 n_layer, n_head, n_embd, head_dim = 1, 2, 128, 128
 block_size = 1_000_000

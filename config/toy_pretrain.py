@@ -3,7 +3,7 @@
 # documents is for validation).
 #   make toy-data                                       # shards in data/toy
 #   python train.py config/toy_pretrain.py --pos_encoding=2d-rope --out_dir=out/toy_pretrain/2d-rope
-#   python eval.py --runs=out/toy_pretrain/2d-rope --prompt="import "
+#   python sample.py --run=out/toy_pretrain/2d-rope --prompt="import "
 # `make pretrain` does all that for rope, 2d-rope and h-rope. A step takes 1.4 s on two idle threads of a Xeon with AMX,
 # 1.1 s with --compile=True, 1.8 s with --dtype=float32; not measured without AMX.
 

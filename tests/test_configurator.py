@@ -1,19 +1,22 @@
-"""configurator.py: order, types, refusals, files, help, saving. Each test states the value that must come out."""
+"""configurator.py: values and their order, messages, files, help, saving, locks, scripts."""
 
+import errno
+import fcntl
 import math
 import os
-import shutil
+import shlex
+import signal
 import stat
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Literal, Optional
 
 import pytest
 
 import configurator
-from configurator import build, configure, diff, resolve, run_cli, save
+from configurator import atomic, build, configure, diff, lock, resolve, run_cli, save, write_json
 
 SOURCE = Path(configurator.__file__)
 OldOptional = Optional[str]  # noqa: UP045 (the old spelling must work too)
@@ -49,11 +52,13 @@ class Train:
 
 @dataclass(frozen=True)
 class Model:
-    """The decoder."""
-
     # Not this line: the trailing comment counts.
-    n_layer: int = 4  # blocks
-    rope_base: float | int = 10000  # of the slowest frequency
+    n_layer: int = 4  # one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+    rope_base: float | int = 10000
+    stages: str | tuple[int, ...] = "it's 1, 2"
+    stop: str = "\n"
+    intervals: tuple[int | str, ...] = (20,)
+    level: Literal[0, 1] = 0
 
     def __post_init__(self):
         n_layer = self.n_layer  # not the field's comment
@@ -65,536 +70,237 @@ def train(*argv: str) -> Train:
     return configure(Train, argv=argv)
 
 
+def one_knob(hint, **default):
+    return make_dataclass("One", [("x", hint, field(**default))])
+
+
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """Writes a config file into a fresh working directory."""
+    """Writes a file into a fresh working directory; nothing has been said yet."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["/nowhere/train.py"])
+    configurator._say_once.cache_clear()
 
     def write(text: str, name: str = "some.py") -> str:
-        Path(name).write_text(text)
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text, encoding="utf-8")
         return name
 
     return write
 
 
-def python(*argv: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, *map(str, argv)]
-    return subprocess.run(argv, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+def start(code: str, **env: str) -> subprocess.Popen:
+    """Another Python, with the names of configurator."""
+    argv = [sys.executable, "-c", f"import os, time\nfrom configurator import *\n{code}"]
+    env, pipe = {**os.environ, "PYTHONPATH": str(SOURCE.parent), **env}, subprocess.PIPE
+    return subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def script(folder: Path, body: str) -> Path:
-    """A script beside a copy of configurator.py."""
-    folder.mkdir(exist_ok=True)
-    shutil.copy(SOURCE, folder)
-    path = folder / "script.py"
-    path.write_text(body)
-    return path
-
-
-# --- Instances ---
-
-
-def test_defaults_without_arguments():
-    assert train() == Train()
-
-
-def test_one_instance_per_class_in_order():
-    model, tr = configure(Model, Train, argv=["--n_layer=7", "--batch_size=3"])
-    assert (model, tr) == (Model(n_layer=7), Train(batch_size=3))
-
-
-def test_argv_is_the_command_line_by_default(monkeypatch):
+def test_instances(monkeypatch):
+    assert train() == Train() == build(Train, {})
+    assert configure(Model, Train, argv=["--n_layer=7", "--batch_size=3"]) == (Model(n_layer=7), Train(batch_size=3))
+    assert build(Model, {"n_layer": 3, "batch_size": 9}) == Model(n_layer=3)
     monkeypatch.setattr(sys, "argv", ["train.py", "--batch_size=5"])
     assert configure(Train).batch_size == 5
+    assert resolve([one_knob("float | None", default=1)], []) == {"x": 1}  # an annotation may be text
+    assert repr(build(one_knob(float, default=1), {})) == "One(x=1.0)"
+    assert resolve([one_knob(int, default=1, init=False)], []) == {}
 
 
-def test_resolve_gives_a_flat_dict():
-    assert resolve([Model], ["--n_layer=2"]) == {"n_layer": 2, "rope_base": 10000}
+def test_calls_share_no_state(config):
+    shared, values = [1], {"stops": [1]}
+    assert configure(one_knob(list[int], default_factory=lambda: shared), argv=[config("x.append(2)")]).x == [1, 2]
+    build(Train, values).stops.append(2)
+    assert (shared, values) == ([1], {"stops": [1]})
 
-
-def test_calls_share_no_state():
-    train().stops.append(1)
-    assert train().stops == []
-
-
-def test_a_file_cannot_change_defaults_in_place(config):
-    @dataclass
-    class Listed:
-        stops: list[int] = field(default_factory=lambda: SHARED)
-
-    SHARED = [1]
-    assert configure(Listed, argv=[config("stops.append(2)")]).stops == [1, 2]
-    assert SHARED == [1]
-
-
-def test_post_init_errors_pass_through():
-    with pytest.raises(ValueError, match="^n_layer = 0: expected 1 or more$"):
-        configure(Model, argv=["--n_layer=0"])
-
-
-def test_the_same_field_in_two_classes_names_both():
-    @dataclass
-    class Other:
-        n_layer: int = 1
-
-    with pytest.raises(ValueError, match="n_layer is in both Model and Other"):
-        configure(Model, Other, argv=[])
-
-
-def test_defaults_are_checked():
-    @dataclass
-    class Wrong:
-        steps: int = 1.5
-
-    with pytest.raises(ValueError, match=r"steps = 1.5 \(from Wrong's default\): expected int"):
-        configure(Wrong, argv=[])
-
-
-def test_defaults_are_converted():
-    @dataclass
-    class Whole:
-        learning_rate: float = 1
-
-    assert repr(configure(Whole, argv=[])) == repr(build(Whole, {})) == repr(Whole(1.0))
-
-
-def test_annotations_as_strings():
-    @dataclass
-    class Stringy:
-        steps: "int | None" = None
-
-    assert configure(Stringy, argv=["--steps=3"]).steps == 3
-
-
-def test_an_annotation_it_does_not_know():
-    @dataclass
-    class Strange:
-        table: dict = field(default_factory=dict)
-
-    with pytest.raises(TypeError, match="dict"):
-        configure(Strange, argv=[])
-
-
-# --- Values on the command line ---
 
 GOOD = [
-    ("batch_size=1_000", 1000),
-    ("batch_size=-3", -3),
-    ("learning_rate=3", 3.0),
-    ("learning_rate=3e-4", 3e-4),
-    ("learning_rate=inf", math.inf),
-    ("learning_rate=-inf", -math.inf),
-    ("compile=True", True),
-    ("compile=true", True),
-    ("compile=False", False),
-    ("compile=false", False),
-    ("out_dir=a b,c=d", "a b,c=d"),
-    ("out_dir=--x=1", "--x=1"),
-    ("out_dir=", ""),
-    ("out_dir=12", "12"),
-    ("out_dir=None", "None"),
-    ("out_dir=true", "true"),
-    ("out_dir='x'", "x"),
-    ("out_dir='None'", "None"),
-    (r"out_dir='a\nb'", "a\nb"),
-    ("out_dir='x", "'x"),
-    ("out_dir='a' 'b'", "'a' 'b'"),
-    ("out_dir='a' # b", "'a' # b"),
-    ("out_dir=(1, 2)", "(1, 2)"),
-    ("holdout=5", 5),
-    ("holdout=None", None),
-    ("resume=last.pt", "last.pt"),
-    ("resume=None", None),
-    ("resume='None'", "None"),
-    ("lengths=1,2", (1, 2)),
-    ("lengths=[1,2]", (1, 2)),
-    ("lengths=(1, 2)", (1, 2)),
-    ("lengths=(1,)", (1,)),
-    ("lengths=1", (1,)),
-    ("lengths=1_000,", (1000,)),
-    ("lengths=()", ()),
-    ("lengths=[]", ()),
-    ("stops=1,2", [1, 2]),
-    ("stops=(1,2)", [1, 2]),
-    ("stops=7", [7]),
-    ("betas=0,inf", (0.0, math.inf)),
-    ("names=a", ("a",)),
-    ("names=1,None", ("1", "None")),
-    ("names=[a, b c]", ("a", "b c")),
-    ("names='a,b','c'", ("a,b", "c")),
-    ("names='a',b", ("a", "b")),
-    ("names='a',1", ("a", "1")),
-    ("names=a,", ("a",)),
-    ("names= (a, b) ", ("a", "b")),
-    ("task=pretrain", "pretrain"),
-    ("depth=3", 3),
-    ("depth=3,4", (3, 4)),
-    ("depth=(3,)", (3,)),
+    ("batch_size", {"1_000": 1000, "-3": -3}),
+    ("learning_rate", {"3": 3.0, "3e-4": 3e-4, "inf": math.inf, "-inf": -math.inf, "nan": math.nan}),
+    ("compile", {"True": True, "true": True, "False": False, "false": False}),
+    ("out_dir", {"a b,c=d": "a b,c=d", "--x=1": "--x=1", "": "", "12": "12", "None": "None", "true": "true"}),
+    ("out_dir", {"'x'": "x", "'None'": "None", r"'a\nb'": "a\nb", "'x": "'x", "'a' 'b'": "'a' 'b'"}),
+    ("out_dir", {"'a' # b": "'a' # b", "(1, 2)": "(1, 2)"}),
+    ("holdout", {"5": 5, "None": None}),
+    ("resume", {"last.pt": "last.pt", "None": None, "'None'": "None"}),
+    ("lengths", {"1,2": (1, 2), "[1,2]": (1, 2), "(1, 2)": (1, 2), "(1,)": (1,), "1": (1,), "1_000,": (1000,)}),
+    ("lengths", {"()": (), "[]": ()}),
+    ("stops", {"1,2": [1, 2], "(1,2)": [1, 2], "7": [7]}),
+    ("betas", {"0,inf": (0.0, math.inf)}),
+    ("names", {"a": ("a",), "1,None": ("1", "None"), "[a, b c]": ("a", "b c"), "'a,b','c'": ("a,b", "c")}),
+    ("names", {"'a',b": ("a", "b"), "'a',1": ("a", "1"), "a,": ("a",), " (a, b) ": ("a", "b")}),
+    ("task", {"pretrain": "pretrain"}),
+    ("depth", {"3": 3, "3,4": (3, 4), "(3,)": (3,)}),
+    ("rope_base", {"3": 3, "3.5": 3.5}),
+    ("stages", {"20": (20,), "1,2": (1, 2), "all": "all", "'20'": "20"}),
+    ("intervals", {"20,26-50": (20, "26-50")}),
+    ("level", {"1": 1}),
 ]
 
 
-@pytest.mark.parametrize("item, value", GOOD, ids=[item for item, _ in GOOD])
-def test_value_from_the_command_line(item, value):
-    got = getattr(train(f"--{item}"), item.split("=")[0])
-    assert (got, repr(got)) == (value, repr(value))  # repr: 1, 1.0 and True are equal
+@pytest.mark.parametrize("name, text, value", [(name, *pair) for name, pairs in GOOD for pair in pairs.items()])
+def test_value_from_the_command_line(name, text, value):
+    assert repr(resolve([Train, Model], [f"--{name}={text}"])[name]) == repr(value)  # 1, 1.0 and True are equal
 
 
-def test_nan_from_the_command_line():
-    assert math.isnan(train("--learning_rate=nan").learning_rate)
+OWN = "import math\nfrom pathlib import Path\n_x = 3\ndef three(): return _x\nclass C: pass\n"
+IN_FILES = {
+    "lengths = [1, 2]": (1, 2),
+    "stops = (1,)": [1],
+    "depth = [1]": (1,),
+    "out_dir = 'é'  # run with --pos_encoding=2d-rope": "é",  # which declares no encoding
+    "batch_size = 1; del batch_size": 8,
+    f"batch_size = 5\n{OWN}batch_size *= three() + math.floor(1.5)": 20,
+}
 
 
-BAD = [
-    "batch_size=8.0",
-    "batch_size=True",
-    "batch_size=None",
-    "batch_size=",
-    "batch_size=eight",
-    "batch_size=1,2",
-    "learning_rate=fast",
-    "learning_rate=True",
-    "compile=1",
-    "compile=yes",
-    "holdout=none",
-    "lengths=",
-    "lengths=1,x",
-    "lengths=1.5",
-    "lengths=None",
-    "stops=1,True",
-    "betas=0.9",
-    "betas=1,2,3",
-    "names=",
-    "names='a,b',c",
-    "task=finetune",
-    "depth=x",
-]
+@pytest.mark.parametrize("text, value", IN_FILES.items())
+def test_value_from_a_file(config, text, value):
+    assert repr(getattr(train(config(text)), text.split()[0])) == repr(value)
 
 
-@pytest.mark.parametrize("item", BAD)
-def test_wrong_value_from_the_command_line(item):
-    name, _, text = item.partition("=")
-    with pytest.raises(ValueError) as caught:
-        train(f"--{item}")
-    assert str(caught.value).startswith(f"{name} = {text!r} (from the command line): expected ")
-
-
-def test_wrong_value_says_what_was_expected():
-    wanted = {
-        "batch_size=x": "int",
-        "compile=1": "True or False",
-        "holdout=x": "int | None",
-        "lengths=x": "tuple[int, ...]",
-        "task=x": "Literal['copy', 'pretrain']",
-    }
-    for item, kind in wanted.items():
-        with pytest.raises(ValueError) as caught:
-            train(f"--{item}")
-        assert str(caught.value).endswith(f": expected {kind}")
-
-
-def test_a_union_keeps_the_type_that_is_given():
-    assert repr(configure(Model, argv=["--rope_base=3"]).rope_base) == "3"
-
-
-@pytest.mark.parametrize("text, value", [("20", (20,)), ("1,2", (1, 2)), ("all", "all"), ("'20'", "20")])
-def test_a_union_with_str_takes_text_last(text, value):
-    @dataclass
-    class Stages:
-        stages: str | tuple[int, ...] = "all"
-
-    assert configure(Stages, argv=[f"--stages={text}"]).stages == value
-
-
-def test_a_choice_is_of_its_own_type():
-    @dataclass
-    class Choice:
-        level: Literal[0, 1] = 0
-
-    assert configure(Choice, argv=["--level=1"]).level == 1
-    with pytest.raises(ValueError, match="expected Literal"):
-        configure(Choice, argv=["--level=True"])
-
-
-def test_a_field_outside_init_is_no_knob():
-    @dataclass
-    class Derived:
-        steps: int = 1
-        twice: int = field(init=False, default=2)
-
-    assert resolve([Derived], []) == {"steps": 1}
-
-
-def test_later_items_win():
-    assert train("--batch_size=1", "--batch_size=2").batch_size == 2
-
-
-def test_none_and_back():
-    assert train("--holdout=None", "--holdout=4").holdout == 4
-
-
-@pytest.mark.parametrize(
-    "item, near", [("batchsize=3", "batch_size"), ("batch-size=3", "batch_size"), ("LENGTHS=3", "lengths")]
-)
-def test_typo_on_the_command_line(item, near):
-    with pytest.raises(ValueError, match=f"^--{item.split('=')[0]}: unknown name, the nearest known one is --{near}$"):
-        train(f"--{item}")
-
-
-@pytest.mark.parametrize(
-    "name, forms",
-    [
-        ("batch_size", "--batch_size=8"),
-        ("compile", "--compile=True or --compile=False"),
-        ("lengths", "--lengths=20,320"),
-    ],
-)
-def test_a_name_without_a_value_shows_the_form(name, forms):
-    with pytest.raises(ValueError) as caught:
-        train(f"--{name}")
-    assert str(caught.value) == f"--{name} has no value: write {forms}"
-
-
-@pytest.mark.parametrize("item, hint", [("-steps=3", ", did you mean --steps=3?"), ("-x", ""), ("some.yaml", "")])
-def test_neither_file_nor_override(item, hint):
-    with pytest.raises(ValueError) as caught:
-        train(item)
-    assert str(caught.value) == f"{item!r} is neither --name=value nor a config file (*.py){hint}"
-
-
-# --- Config files ---
-
-
-def test_items_apply_from_left_to_right(config):
-    name = config("batch_size = 2\nholdout = 2")
-    got = train("--batch_size=1", name, "--holdout=3")
-    assert (got.batch_size, got.holdout) == (2, 3)
-
-
-def test_two_files(config):
-    got = train(config("batch_size = 1\nholdout = 1", "a.py"), config("batch_size = 2", "b.py"))
-    assert (got.batch_size, got.holdout) == (2, 1)
-
-
-def test_a_file_computes_from_earlier_values(config):
-    assert train("--batch_size=3", config("batch_size *= 2")).batch_size == 6
-
-
-def test_a_file_knows_its_own_path(config, tmp_path):
-    assert train(config("out_dir = __file__")).out_dir == str(tmp_path / "some.py")
-
-
-def test_a_file_is_read_as_utf8(config, tmp_path):
-    (tmp_path / "utf8.py").write_bytes("out_dir = 'é'".encode())
-    assert train("utf8.py").out_dir == "é"
-
-
-OWN = """
-import math
-from pathlib import Path
-_x = 3
-def three(): return _x
-class C: pass
-batch_size = three() + math.floor(1.5)
-"""
-
-
-def test_a_file_has_names_of_its_own(config):
-    assert train(config(OWN)).batch_size == 4
-
-
-@pytest.mark.parametrize(
-    "line, value",
-    [
-        ("learning_rate = 1", 1.0),
-        ("lengths = [1, 2]", (1, 2)),
-        ("stops = (1,)", [1]),
-        ("resume = 'x'", "x"),
-        ("depth = [1]", (1,)),
-    ],
-)
-def test_value_from_a_file(config, line, value):
-    assert repr(getattr(train(config(line)), line.split()[0])) == repr(value)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "batch_size = True",
-        "batch_size = 1.0",
-        "batch_size = '8'",
-        "compile = 1",
-        "compile = 'True'",
-        "learning_rate = '1'",
-        "learning_rate = True",
-        "out_dir = 3",
-        "out_dir = None",
-        "lengths = 20",
-        "lengths = (1, True)",
-        "betas = (1,)",
-        "task = 'finetune'",
-    ],
-)
-def test_wrong_value_from_a_file(config, tmp_path, line):
-    name, value = line.split(" = ")
-    with pytest.raises(ValueError) as caught:
-        train(config(line))
-    assert str(caught.value).startswith(f"{name} = {eval(value)!r} (from {tmp_path / 'some.py'}): expected ")
-
-
-def test_a_knob_is_not_a_function(config):
-    with pytest.raises(ValueError, match="^batch_size = <function"):
-        train(config("def batch_size(): pass"))
-
-
-def test_typo_in_a_file(config, tmp_path):
-    with pytest.raises(ValueError) as caught:
-        train(config("learning_rat = 1"))
-    hint = "the nearest known one is learning_rate; a name of the file's own starts with _"
-    assert str(caught.value) == f"{tmp_path / 'some.py'}: unknown name learning_rat, {hint}"
-
-
-def test_an_exception_in_a_file_names_its_line(config, tmp_path):
-    with pytest.raises(ValueError) as caught:
-        train(config("import math\nbatch_size = 1\nmath.floor(\n    'x')\n"))
-    assert str(caught.value).startswith(f"{tmp_path / 'some.py'}, line 3: TypeError: ")
-    assert isinstance(caught.value.__cause__, TypeError)
-
-
-def test_a_file_that_does_not_parse_names_its_line(config, tmp_path):
-    with pytest.raises(ValueError) as caught:
-        train(config("batch_size = 1\nholdout = = 2"))
-    assert str(caught.value).startswith(f"{tmp_path / 'some.py'}, line 2: SyntaxError: ")
+def test_later_ones_win(config, tmp_path):
+    assert train("--holdout=None", "--holdout=4", "--holdout=5").holdout == 5
+    a, b = config("batch_size = 2\nholdout = 2", "a.py"), config("batch_size *= 3\nout_dir = __file__", "b.py")
+    got = train("--batch_size=1", a, b, "--holdout=3")
+    assert (got.batch_size, got.holdout, got.out_dir) == (6, 3, str(tmp_path / "b.py"))
+    given, text = {"task"}, "n_layer = 4\n_own = 3\nfor _i in range(2):\n    batch_size = _i + 1\nlearning_rate *= 1"
+    configure(Model, Train, argv=[config(text), "--compile=False"], given=given)
+    assert given == {"task", "n_layer", "batch_size", "learning_rate", "compile"}  # compile has its default
 
 
 def test_the_working_directory_comes_before_the_scripts_folder(config, tmp_path, monkeypatch):
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "some.py").write_text("batch_size = 1")
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "scripts" / "train.py")])
+    config("batch_size = 1", "scripts/some.py")
     assert train("some.py").batch_size == 1
     assert train(config("batch_size = 2")).batch_size == 2
-
-
-def test_a_missing_file_says_where_it_looked_and_what_is_there(config, tmp_path, monkeypatch):
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "toy_copy.py").touch()
-    monkeypatch.setattr(sys, "argv", ["/nowhere/train.py"])
-    with pytest.raises(FileNotFoundError) as caught:
-        train("config/toy_cpy.py")
-    looked = f"{tmp_path}/config/toy_cpy.py and /nowhere/config/toy_cpy.py"
-    assert str(caught.value) == f"no config file config/toy_cpy.py: looked for {looked}; near names there: toy_copy.py"
-
-
-def test_a_missing_file_names_a_folder_once(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    with pytest.raises(FileNotFoundError) as caught:
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # they are the same: named once
+    with pytest.raises(FileNotFoundError, match=f"looked for {tmp_path}/x.py; near names there: some.py$"):
         train("x.py")
-    assert str(caught.value) == f"no config file x.py: looked for {tmp_path}/x.py; near names there: none"
 
 
-def test_a_script_finds_its_config_from_another_working_directory(tmp_path):
-    body = """
-from dataclasses import dataclass
-from configurator import configure
-
-@dataclass
-class C:
-    steps: int = 1
-
-print(configure(C))
-"""
-    path = script(tmp_path / "repo", body)
-    (tmp_path / "repo" / "config").mkdir()
-    (tmp_path / "repo" / "config" / "short.py").write_text("steps = 2")
-    (tmp_path / "elsewhere").mkdir()
-    ran = python(path, "config/short.py", cwd=tmp_path / "elsewhere")
-    assert (ran.stdout, ran.stderr) == ("C(steps=2)\n", "")
+WRONG = [  # knob, what is expected, wrong texts on the command line, wrong Python in a file
+    ("batch_size", "int", ["8.0", "1e6", "True", "None", "", "eight", "1,2"], ["True", "1.0", "'8'"]),
+    ("learning_rate", "float", ["fast", "True"], ["'1'", "True"]),
+    ("compile", "True or False", ["1", "yes"], ["1", "'True'"]),
+    ("out_dir", "str", [], ["3", "None"]),
+    ("holdout", "int | None", ["none"], ["1.5"]),
+    ("lengths", "tuple[int, ...]", ["", "1,x", "1.5", "None"], ["20", "(1, True)"]),
+    ("stops", "list[int]", ["1,True"], ["1"]),
+    ("betas", "tuple[float, float]", ["0.9", "1,2,3"], ["(1,)"]),
+    ("names", "tuple[str, ...]", ["", "'a,b',c"], ["'a'"]),
+    ("task", "Literal['copy', 'pretrain']", ["finetune"], ["'finetune'"]),
+    ("depth", "int | tuple[int, ...]", ["x"], ["'x'"]),
+    ("level", "Literal[0, 1]", ["True"], ["True"]),
+]
 
 
-# --- save, build, diff ---
-
-TEXTS = ["", 'it\'s "both"', "a\nb\r\t\\", "x=1, y=2", "#é\u2028", "None"]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_saved_strings_come_back(config, text):
-    save("saved.py", Train(out_dir=text, resume=text, names=(text, text)))
-    assert train("saved.py") == Train(out_dir=text, resume=text, names=(text, text))
-
-
-def test_saved_configs_come_back(config):
-    before = Train(2, 1e-5, True, "o", 3, "r", (7,), [1, 2], (0.1, math.inf), ("n",), "pretrain", (1,))
-    save("saved.py", before, Model(n_layer=9))
-    assert configure(Train, Model, argv=["saved.py"]) == (before, Model(n_layer=9))
+@pytest.mark.parametrize("name, kind, texts, lines", WRONG)
+def test_wrong_values(config, tmp_path, name, kind, texts, lines):
+    cases = [(f"--{name}={text}", f"{text!r} (from the command line)") for text in texts]
+    cases += [(config(f"{name} = {line}", f"{line}.py"), f"{line} (from {tmp_path}/{line}.py)") for line in lines]
+    for item, shown in cases:
+        with pytest.raises(ValueError) as caught:
+            resolve([Train, Model], [item])
+        assert str(caught.value) == f"{name} = {shown}: expected {kind}"
 
 
-def test_saved_none_overrides(config):
-    save("saved.py", Train())
-    assert train("--holdout=3", "saved.py").holdout is None
+UNKNOWN, NEITHER = "unknown name, the nearest known one is", "is neither --name=value nor a config file (*.py):"
+MESSAGES = [  # the command line, what some.py holds, how the message begins
+    ("--batch-size=3", "", f"--batch-size: {UNKNOWN} --batch_size; --help lists all"),
+    ("--LENGTHS=3", "", f"--LENGTHS: {UNKNOWN} --lengths; --help lists all"),
+    ("--batch_size", "", "--batch_size has no value: write --batch_size=... (int)"),
+    ("--compile", "", "--compile has no value: write --compile=... (True or False)"),
+    ("-steps=3", "", f"'-steps=3' {NEITHER} did you mean --steps=3?"),
+    ("some.yaml", "", f"'some.yaml' {NEITHER} --help lists the names"),
+    ("--n_layer=0", "", "n_layer = 0: expected 1 or more"),
+    ("soe.py", "", "no config file soe.py: looked for HERE/soe.py and /nowhere/soe.py; near names there: some.py"),
+    ("x/y.py", "", "no config file x/y.py: looked for HERE/x/y.py and /nowhere/x/y.py; near names there: none"),
+    ("some.py", "def batch_size(): pass", "batch_size = <function batch_size at "),
+    (
+        "some.py",
+        "batch_siz = 1",
+        "HERE/some.py: unknown name batch_siz, the nearest known one is batch_size; a name of",
+    ),
+    ("some.py", "batch_size = 1\nint(\n    'x')", "HERE/some.py, line 2: ValueError: invalid literal for int()"),
+    ("some.py", "batch_size = 1\nholdout = = 2", "HERE/some.py, line 2: SyntaxError: "),
+]
 
 
-def test_saved_nan_comes_back(config):
-    save("saved.py", Train(learning_rate=math.nan, betas=(-math.inf, math.nan)))
-    assert repr(train("saved.py")) == repr(Train(learning_rate=math.nan, betas=(-math.inf, math.nan)))
+@pytest.mark.parametrize("item, text, message", MESSAGES)
+def test_messages(config, tmp_path, item, text, message):
+    config(text)
+    with pytest.raises(FileNotFoundError if message.startswith("no config") else ValueError) as caught:
+        configure(Train, Model, argv=[item])
+    assert str(caught.value).startswith(message.replace("HERE", str(tmp_path)))
 
 
-def test_saved_file_is_a_line_a_knob(config):
-    save("saved.py", Model(n_layer=9))
-    assert Path("saved.py").read_text() == "n_layer = 9\nrope_base = 10000\n"
-
-
-def test_save_refuses_what_could_not_be_read_back(config):
-    with pytest.raises(ValueError, match="batch_size"):
-        save("saved.py", Train(batch_size="many"))
-    assert not Path("saved.py").exists()
-
-
-def test_save_leaves_the_old_file_when_it_fails(config, monkeypatch):
-    save("saved.py", Model(n_layer=1))
-
-    def full(_: int) -> None:
-        raise OSError("no space")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RuntimeError, match=r"saved.py: cannot be written.*\(no space\)"):
-        save("saved.py", Model(n_layer=2))
-    assert os.listdir() == ["saved.py"]
-    assert configure(Model, argv=["saved.py"]) == Model(n_layer=1)
-
-
-def test_a_folder_that_cannot_be_flushed_does_no_harm(config, monkeypatch):
-    flush = os.fsync
-
-    def files_alone(fd: int) -> None:
-        if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError("a folder")
-        flush(fd)
-
-    monkeypatch.setattr(os, "fsync", files_alone)
-    save("saved.py", Model(n_layer=2))
-    assert configure(Model, argv=["saved.py"]) == Model(n_layer=2)
-
-
-def test_save_leaves_nothing_else(config):
-    save("saved.py", Model())
-    assert os.listdir() == ["saved.py"]
-
-
-def test_build_picks_its_own_names():
-    assert build(Model, {"n_layer": 3, "batch_size": 9}) == Model(n_layer=3)
-
-
-def test_build_keeps_defaults_of_missing_names():
-    assert build(Model, {}) == Model()
-
-
-def test_build_checks_types():
-    with pytest.raises(ValueError, match=r"n_layer = '3' \(from values\): expected int"):
+def test_messages_for_programmers():
+    with pytest.raises(ValueError, match="^x is in both One and One: rename one$"):
+        configure(one_knob(int, default=1), one_knob(int, default=1), argv=[])
+    with pytest.raises(ValueError, match=r"^x = 1.5 \(from One's default\): expected int$"):
+        configure(one_knob(int, default=1.5), argv=[])
+    with pytest.raises(ValueError, match=r"^n_layer = '3' \(from values\): expected int$"):
         build(Model, {"n_layer": "3"})
+    for unknown in (dict, dict | None):
+        with pytest.raises(TypeError, match="dict.*does not know this type"):
+            configure(one_knob(unknown, default=None), argv=[])
 
 
-def test_build_makes_lists_of_its_own():
-    values = {"stops": [1]}
-    build(Train, values).stops.append(2)
-    assert values == {"stops": [1]}
+HELP = """\
+What it does.
+
+Training.
+  --batch_size=8             sequences in a step
+  --learning_rate=0.001      peak, per step
+  --compile=False            torch.compile
+  --out_dir=out              where a run is written
+  --holdout=None             tokens kept back for validation
+  --resume=None              path of a checkpoint
+  --lengths=20,320           of the source, in tokens
+  --stops='[]'               token ids "#1"
+  --betas=0.9,0.95           of AdamW
+  --names='()'
+  --task=copy                what a batch holds
+  --depth=2                  layers, one number or one a stage
+
+Model
+  --n_layer=4                one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+                             fifteen sixteen
+  --rope_base=10000
+  --stages='it'"'"'s 1, 2'
+  --stop=''"'"'\\n'"'"''
+  --intervals='(20,)'
+  --level=0
+"""
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help(capsys, flag):
+    with pytest.raises(SystemExit) as caught:
+        configure(Train, Model, argv=["--batch_size=9", flag], doc="  What it does.\n")
+    assert (caught.value.code, capsys.readouterr().out) == (0, HELP)
+    argv = [shlex.split(line.replace('"#1"', ""))[0] for line in HELP.splitlines() if line.startswith("  --")]
+    assert configure(Train, Model, argv=argv) == (Train(), Model())  # a shell reads each value as it is shown
+    with pytest.raises(SystemExit):
+        configure(one_knob(int, default=1), argv=["-h"])
+    assert capsys.readouterr().out == "\nOne\n  --x=1\n"  # no source, no comments
+
+
+SAVED = [Train(out_dir=text, resume=text) for text in ["", 'it\'s "both"', "a\nb\r\t\\", "x=1", "#é\u2028", "None"]]
+SAVED += [Train(2, 1e-5, True, "o", 3, "r", (7,), [1, 2], (0.1, math.inf), ("n, 'm'",), "pretrain", (1,))]
+SAVED += [Train(learning_rate=math.nan, betas=(-math.inf, math.nan)), Train()]
+
+
+@pytest.mark.parametrize("before", SAVED)
+def test_saved_configs_come_back(config, before):
+    save("saved.py", before, Model(n_layer=9))
+    after = configure(Train, Model, argv=["--holdout=7", "saved.py"])
+    assert repr(after) == repr((before, Model(n_layer=9)))
+    assert Path("saved.py").read_text("utf-8").splitlines()[-6:-4] == ["n_layer = 9", "rope_base = 10000"]
+    with pytest.raises(ValueError, match=r"^batch_size = 'many' \(from save\): expected int$"):
+        save("other.py", Train(batch_size="many"))
+    assert os.listdir() == ["saved.py"]
 
 
 def test_diff_lists_only_what_differs():
@@ -603,154 +309,141 @@ def test_diff_lists_only_what_differs():
     assert diff(there, here) == lines
 
 
-# --- Help ---
+FULL = "nothing was replaced: is the disk full? Make room, then run the same command again"
+MEND = "nothing was replaced: mend that, or choose another folder"
+FAILURES = [  # what is raised while a.json is written, what the user reads
+    (OSError(errno.ENOSPC, "No space"), f"a.json: cannot be written (No space), {FULL}"),
+    (OSError(errno.EDQUOT, "Quota"), f"a.json: cannot be written (Quota), {FULL}"),
+    (OSError(errno.EIO, "Broken", "x"), f"a.json: cannot be written (Broken: x), {MEND}"),
+    (OSError("of torch"), f"a.json: cannot be written (of torch), {MEND}"),
+    (KeyboardInterrupt("as it is"), "as it is"),
+]
 
 
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_lists_every_knob_with_default_and_comment(capsys, flag):
-    with pytest.raises(SystemExit) as caught:
-        configure(Train, Model, argv=["--batch_size=9", flag], doc="  What it does.\n")
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == HELP
+@pytest.mark.parametrize("error, message", FAILURES)
+def test_a_failure_leaves_the_old_file(config, monkeypatch, error, message):
+    def fail(*_):
+        raise error
+
+    write_json("a.json", {"a": [1, "é"]})
+    with pytest.raises((RuntimeError, KeyboardInterrupt)) as caught:
+        with atomic("a.json") as file:
+            file.write(b"new")
+            fail()
+    assert str(caught.value) == message
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
+        write_json("a.json", 2)
+    assert os.listdir() == ["a.json"] and Path("a.json").read_text() == '{\n "a": [\n  1,\n  "\\u00e9"\n ]\n}\n'
 
 
-HELP = """\
-What it does.
+@pytest.mark.parametrize("refused, code", [("all", errno.EINVAL), ("all", errno.ENOTSUP), ("folders", errno.EIO)])
+def test_a_file_system_without_fsync(config, monkeypatch, capsys, refused, code):
+    flushed = []
 
-Training.
-  --batch_size=8          sequences in a step
-  --learning_rate=0.001   peak, per step
-  --compile=False         torch.compile
-  --out_dir=out           where a run is written
-  --holdout=None          tokens kept back for validation
-  --resume=None           path of a checkpoint
-  --lengths=20,320        of the source, in tokens
-  --stops='[]'            token ids "#1"
-  --betas=0.9,0.95        of AdamW
-  --names='()'
-  --task=copy             what a batch holds
-  --depth=2               layers, one number or one a stage
+    def refuse(handle: int) -> None:
+        flushed.append("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file")
+        if refused == "all" or flushed[-1] == "folder":
+            raise OSError(code, "Refused")
 
-The decoder.
-  --n_layer=4             blocks
-  --rope_base=10000       of the slowest frequency
-"""
+    monkeypatch.setattr(os, "fsync", refuse)
+    write_json("new/a.json", 1)
+    write_json("new/a.json", 2)
+    assert (Path("new/a.json").read_text(), flushed) == ("2\n", ["file", "folder"] * 2)
+    said = "no fsync on this file system (Refused): a power cut may lose the newest files\n"
+    assert capsys.readouterr().err == (said if refused == "all" else "")
 
 
-def test_help_wraps_long_comments_under_their_column(capsys):
-    @dataclass
-    class Wordy:
-        # one two three four five six seven eight nine ten eleven twelve thirteen fourteen
-        # fifteen sixteen seventeen
-        steps: int = 1
-
-    with pytest.raises(SystemExit):
-        configure(Wordy, argv=["-h"])
-    *_, first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("  --steps=1   one two ") and first.endswith(" sixteen") and len(first) <= 115
-    assert second == " " * len("  --steps=1   ") + "seventeen"
+def test_two_writers_of_one_path(config):
+    with atomic("a") as one, atomic("a") as two:
+        one.write(b"1" * 2**21)
+        two.write(b"2" * 2**20)
+    code = "for _ in range(30):\n    with atomic('a') as file:\n        file.write(b'%d' * %d)"
+    writers = [start(code % (digit, 2**20 + digit)) for digit in (3, 4)]
+    wholes = {b"1" * 2**21, b"3" * (2**20 + 3), b"4" * (2**20 + 4)}
+    while any(writer.poll() is None for writer in writers):
+        assert Path("a").read_bytes() in wholes
+    assert [writer.communicate()[1] for writer in writers] == ["", ""] and os.listdir() == ["a"]
 
 
-def test_help_without_source_has_no_comments(capsys):
-    space: dict = {"dataclass": dataclass, "__name__": __name__}
-    exec("@dataclass\nclass Made:\n    steps: int = 1  # unseen", space)
-    with pytest.raises(SystemExit):
-        configure(space["Made"], argv=["-h"])
-    assert capsys.readouterr().out == "\nMade\n  --steps=1\n"
+@pytest.mark.parametrize("worker", ["0", "os.fork()"])
+def test_a_lock_lasts_as_long_as_its_process(config, worker):
+    code = f"held, parent = lock('run'), os.getpid()\nworker = {worker}\n"
+    holder = start(code + "if os.getpid() == parent:\n    print(worker, flush=True)\ntime.sleep(60)")
+    worker = int(holder.stdout.readline())
+    config("", "run/a.tmp")
+    with pytest.raises(ValueError) as caught:
+        lock("run", "--where")
+    who = f"process {holder.pid} on {os.uname().nodename}"
+    assert str(caught.value) == f"run is in use by {who}: wait for it, stop it, or choose another --where"
+    assert sorted(os.listdir("run")) == [".lock", "a.tmp"]
+    holder.kill()  # -9
+    holder.wait()
+    with lock("run"):
+        assert os.listdir("run") == [".lock"]
+        with pytest.raises(ValueError, match=f"^run is in use by process {os.getpid()} on .*choose another --out_dir$"):
+            lock("run")
+    with pytest.warns(ResourceWarning):
+        lock("run")  # free again, and once more as nobody keeps it
+    lock("run").close()
+    if worker:
+        os.kill(worker, signal.SIGKILL)
+    holder.communicate()
 
 
-def test_help_shows_values_as_a_shell_takes_them(capsys):
-    @dataclass
-    class Shell:
-        prompt: str = "it's 1, 2"
-        stop: str = "\n"
-        one: tuple[int, ...] = (20,)
+def test_a_folder_that_cannot_be_locked(config, monkeypatch, capsys):
+    def refuse(*_):
+        raise OSError(errno.ENOTSUP, "Refused")
 
-    with pytest.raises(SystemExit):
-        configure(Shell, argv=["-h"])
-    shown = capsys.readouterr().out.splitlines()[2:]
-    command = f"printf '%s\\0' {' '.join(shown)}"
-    argv = subprocess.run(["bash", "-c", command], capture_output=True, text=True).stdout.split("\0")[:-1]
-    assert len(argv) == 3 and configure(Shell, argv=argv) == Shell()
-
-
-# --- Scripts ---
+    with pytest.raises(RuntimeError, match="^a.tmp/.lock: cannot be written"):
+        lock(config("", "a.tmp"))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock("."), lock("."):
+        assert "a.tmp" in os.listdir()  # it may be another run's
+    said = f"no file locks here ([Errno {errno.ENOTSUP}] Refused): take care that no two runs have the same --out_dir\n"
+    assert capsys.readouterr().err == said
 
 
 def test_imports_alone_from_an_empty_folder(tmp_path):
-    shutil.copy(SOURCE, tmp_path)
-    code = "import sys; sys.path.insert(0, '.'); import configurator; print(configurator.__file__)"
-    ran = python("-I", "-S", "-c", code, cwd=tmp_path)  # -S: no site-packages, so the standard library alone
-    assert ran.returncode == 0, ran.stderr
-    assert Path(ran.stdout.strip()).resolve() == (tmp_path / "configurator.py").resolve()
+    (tmp_path / "configurator.py").write_bytes(SOURCE.read_bytes())
+    code = "import sys; sys.path.insert(0, '.'); import configurator"  # -S: the standard library alone
+    assert subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("error", [ValueError, FileNotFoundError, RuntimeError, PermissionError])
-def test_run_cli_turns_errors_into_a_message(capsys, monkeypatch, error):
-    monkeypatch.delenv("NANO2D_TRACEBACK", raising=False)
+HINT, ASK = "(NANO2D_TRACEBACK=1 shows where)", "ask for less at once, such as fewer samples or a smaller batch"
+ENDINGS = [  # what a script raises, exit status, what is said
+    (ValueError("no"), 2, "error: no\n"),
+    (BrokenPipeError("not of the output"), 2, "error: not of the output\n"),
+    (RuntimeError("no"), 2, f"error: no {HINT}\n"),
+    (MemoryError("9 GiB"), 2, f"error: not enough memory: 9 GiB; {ASK} {HINT}\n"),
+    (MemoryError(), 2, f"error: not enough memory: it is used up; {ASK} {HINT}\n"),
+    (KeyboardInterrupt(), 130, ""),
+    (ZeroDivisionError("not a user's"), None, ""),
+]
 
+
+@pytest.mark.parametrize("error, status, said", ENDINGS)
+def test_run_cli(capsys, monkeypatch, error, status, said):
     def run() -> None:
-        raise error("no")
+        raise error
 
-    with pytest.raises(SystemExit) as caught:
+    run_cli(lambda: print("done"))
+    monkeypatch.setenv("NANO2D_TRACEBACK", "")
+    with pytest.raises(SystemExit if status else ZeroDivisionError) as caught:
         run_cli(run)
-    hint = " (NANO2D_TRACEBACK=1 shows where)" if error is RuntimeError else ""  # it may be one of torch's
-    assert (caught.value.code, capsys.readouterr().err) == (2, f"error: no{hint}\n")
-
-
-def test_run_cli_raises_on_request(monkeypatch):
+    out, err = capsys.readouterr()
+    assert (getattr(caught.value, "code", None), out.strip(), err) == (status, "done", said)
     monkeypatch.setenv("NANO2D_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="invalid literal"):
-        run_cli(lambda: print(int("x")))
-
-
-def test_run_cli_leaves_other_errors_alone():
-    with pytest.raises(ZeroDivisionError):
-        run_cli(lambda: print(1 // 0))
-
-
-def test_run_cli_interrupted():
-    def run() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit if status == 130 else type(error)):
         run_cli(run)
-    assert caught.value.code == 130
 
 
-def test_run_cli_runs():
-    ran = []
-    run_cli(lambda: ran.append(1))
-    assert ran == [1]
-
-
-def test_a_script_exits_with_one_message(tmp_path):
-    body = """
-from dataclasses import dataclass
-from configurator import configure, run_cli
-
-@dataclass
-class C:
-    steps: int = 1
-
-run_cli(lambda: configure(C))
-"""
-    ran = python(script(tmp_path, body), "--step=2", cwd=tmp_path, NANO2D_TRACEBACK="")
-    message = "error: --step: unknown name, the nearest known one is --steps\n"
-    assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", message)
-
-
-def test_a_comment_about_an_encoding_is_no_declaration_of_one(tmp_path):
-    (tmp_path / "c.py").write_text("# run with --pos_encoding=2d-rope\nname = 'ä'\n", encoding="utf-8")
-
-    @dataclass
-    class Text:
-        name: str = ""
-
-    assert configure(Text, argv=[str(tmp_path / "c.py")]).name == "ä"
-
-
-def test_what_was_given_is_told_even_where_it_is_the_default(config):
-    name = config("n_layer = 4\n_own = 3\nfor _i in range(2):\n    batch_size = _i + 1\nlearning_rate *= 1")
-    configure(Model, Train, argv=[name, "--compile=False"], given=(given := set()))
-    assert given == {"n_layer", "batch_size", "learning_rate", "compile"}
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("run", ["print('x')", "configure(argv=['-h'], doc='x')"])
+def test_output_that_nobody_reads(run, unbuffered):
+    code = f"run_cli(lambda: (input(), {run}))"
+    with start(code, PYTHONUNBUFFERED=unbuffered, NANO2D_TRACEBACK="") as process:
+        process.stdout.close()
+        process.stdin.write("now\n")
+        process.stdin.close()
+        assert (process.wait(60), process.stderr.read()) == (141, "")

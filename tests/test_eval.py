@@ -1,66 +1,82 @@
-"""eval.py: verdicts against plain forwards and real decoding, reports, refusals, memory."""
+"""eval.py: verdicts against plain forwards and real decoding; reports on copies and on text; refusals; memory."""
 
 import json
 import math
-import os
-import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch.nn.functional as F
+from conftest import on_two_ranks
+from test_theory import copier
 
+import checkpoint
 import configurator
 import data_copy
+import data_text
 import eval as evaluation
+import plots
 import rope2d
 import train
-from data_copy import NEWLINE
-from eval import EvalConfig, Verdict, copy_ladder, free_running, teacher_forced
-from model import Decoder, ModelConfig
-from report import table, wilson
+from data_copy import NEWLINE, STAR
+from data_dclm import Corpus
+from data_text import TextCopyConfig, text_examples
+from eval import Cell, EvalConfig, Verdict, copy_accuracy, free_running, judge_text, row_of, teacher_forced
+from model import Decoder
+from tokenizer import load_tokenizer
 
-TINY = dict(n_layer=2, n_embd=32, head_dim=16, freqs="uniform", block_size=90, max_length=6, batch_size=16)
-TINY |= dict(learning_rate=0.01, warmup_steps=10, max_steps=80, eval_interval=1000, device="cpu")
-ENCODINGS = ["2d-rope", "auto-2d-rope", "rope", "nope", "alibi", "h-rope"]
+BYTES = load_tokenizer("bytes")
+NORMS = {"rope": 4.0, "alibi": 0.0, "2d-rope": 0.9, "auto-2d-rope": 0.9, "h-rope": 0.9}  # they are half right
+
+
+def text_copier() -> Decoder:
+    """Copies strings of x and y that stand in a line of their own, or first in the prompt; short ones."""
+    writes = {token: token for token in (*b"xy", 10)} | {10: BYTES.eos, 32: BYTES.eos}  # what ends a source
+    return copier(0.9, line_offset=(0, -1, 0), token_bytes=BYTES.token_bytes, writes=writes)
+
+
+def save(path: Path, model: Decoder, **knobs) -> str:
+    """A run as train.py leaves it."""
+    about = {name: value for part in train.CONFIGS for name, value in asdict(part()).items()}
+    about |= asdict(model.config) | {"seed": 3, "max_length": 6} | knobs
+    data = {"tokenizer": BYTES.fingerprint} if about["task"] == "finetune" else {"vocabulary": data_copy.VOCAB}
+    checkpoint.save({"model": model.state_dict(), "config": about, "step": 80, "data": data}, path / "last.pt")
+    return str(path)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Path]:
-    """A half-trained run of each encoding: right on short strings, wrong on long ones."""
-    out = {encoding: tmp_path_factory.mktemp("runs") / encoding for encoding in ENCODINGS}
-    for encoding, path in out.items():
-        argv = [f"--{k}={v}" for k, v in (TINY | {"pos_encoding": encoding, "out_dir": path, "seed": 3}).items()]
-        train.train(*configurator.configure(*train.CONFIGS, argv=argv))
-    return out
+def runs(tmp_path_factory) -> dict[str, str]:
+    """Runs that are right on short strings, wrong on long ones; the last is of text."""
+    folder = tmp_path_factory.mktemp("runs")
+    in_text = dict(task="finetune", tokenizer="bytes", symbols=("x", "y"), text_max_length=7)
+    return {
+        "2d-rope": save(folder / "2d-rope", copier(0.85)),
+        "rope": save(folder / "rope", copier(4.0, "rope"), block_size=45),
+        "auto": save(folder / "auto", copier(0.85, "auto-2d-rope", STAR), separator="*"),
+        "text": save(folder / "text", text_copier(), **in_text),
+    }
 
 
-def untrained(encoding: str, **changes) -> Decoder:
-    torch.manual_seed(0)
-    values = dict(n_layer=2, n_embd=32, head_dim=16, block_size=90, init_std=0.3, zero_init_outputs=False)
-    config = ModelConfig(pos_encoding=encoding, vocab_size=len(data_copy.VOCAB), **values | changes)
-    return Decoder(config, rope2d.newline_table(data_copy.TOKEN_BYTES)).eval()
+def strings(n: int = 8) -> list[np.ndarray]:
+    bounds = (("uniform", 1, 6), ("imbalanced", 1, 6), ("uniform", 1, 40), ("imbalanced", 1, 40), ("uniform", 3, 3))
+    return [source for task, low, high in bounds for source in data_copy.evaluation_strings(task, low, high, n, 0)]
 
 
-def strings(n: int = 8, longest: int = 40) -> list[np.ndarray]:
-    tasks = ("uniform", "imbalanced")
-    short = [s for task in tasks for s in data_copy.evaluation_strings(task, 1, 6, n, 0)]
-    return short + [s for task in tasks for s in data_copy.evaluation_strings(task, 1, longest, n, 0)]
+@pytest.fixture(scope="module", params=NORMS)
+def model(request) -> Decoder:
+    return copier(NORMS[request.param], request.param)
 
 
-@pytest.fixture(scope="module", params=[*ENCODINGS, "untrained auto-2d-rope", "untrained alibi"])
-def model(request, runs) -> Decoder:
-    if request.param in runs:
-        return evaluation.load_run(str(runs[request.param]), "last", torch.device("cpu"))[0]
-    return untrained(request.param.split()[1])
+def flags(*runs: str, **changes) -> list[str]:
+    values = dict(tasks="uniform,imbalanced", lengths="3,4-20", samples="10,7", device="cpu", runs=",".join(runs))
+    return [f"--{name}={value}" for name, value in (values | changes).items()]
 
 
-def config_for(*paths: Path, **changes) -> EvalConfig:
-    values = dict(tasks=("uniform", "imbalanced"), lengths=(3, "4-20"), samples=(10, 7), device="cpu")
-    return EvalConfig(runs=tuple(map(str, paths)), **values | changes)
+def rows_of(*runs: str, **changes) -> list[dict]:
+    return copy_accuracy(configurator.configure(EvalConfig, argv=flags(*runs, **changes)))
 
 
 def without(rows: list[dict], *names: str) -> list[dict]:
@@ -89,13 +105,8 @@ def test_teacher_forcing_agrees_with_real_decoding_string_by_string(model):
     forced, free = (decode(model, strings(), NEWLINE) for decode in (teacher_forced, free_running))
     assert [(v.targets, v.first_error) for v in forced] == [(v.targets, v.first_error) for v in free]
     assert [v.errors == 0 for v in forced] == [v.errors == 0 for v in free]
-
-
-def test_the_half_trained_models_fail_in_many_places_and_all_but_nope_get_some_strings_right(runs):
-    for encoding, path in runs.items():  # or the agreement above would say little
-        model, _ = evaluation.load_run(str(path), "last", torch.device("cpu"))
-        first_errors = {v.first_error for v in teacher_forced(model, strings(), NEWLINE)}
-        assert len(first_errors) > 4 and (None in first_errors or encoding == "nope")
+    assert all(math.isnan(v.margin) for v in free)
+    assert len({v.first_error for v in forced}) > 4  # or the agreement would say little
 
 
 @pytest.mark.parametrize("chunk", [2, 7, 64])
@@ -108,206 +119,265 @@ def test_chunks_and_batches_do_not_change_verdicts(model, chunk):
         assert [v.margin for v in other] == pytest.approx([v.margin for v in whole], abs=1e-4)
 
 
-def test_a_model_of_nan_is_wrong_everywhere():
-    model = untrained("rope")
-    model.norm.weight.data.fill_(math.nan)
-    assert all(v.errors == v.targets and v.first_error == 0 for v in teacher_forced(model, strings(2), NEWLINE))
-
-
-@pytest.mark.parametrize("mode", [True, False])
-def test_evaluation_leaves_the_model_alone(mode):
-    model = untrained("2d-rope").train(mode)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    teacher_forced(model, strings(2), NEWLINE)
-    free_running(model, strings(2), NEWLINE)
-    assert model.training == mode and all(p.requires_grad and p.grad is None for p in model.parameters())
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+@pytest.mark.parametrize("fill, margin", [(math.nan, math.nan), (0.0, 0.0)])
+def test_a_tie_and_a_model_of_nan_are_wrong_everywhere(fill, margin):
+    model = copier(4.0)
+    model.head.weight.data.fill_(fill)
+    (got,) = teacher_forced(model, [np.zeros(5, np.int64)], NEWLINE)
+    assert got[:3] == (6, 6, 0) and got.margin == pytest.approx(margin, nan_ok=True)
 
 
 @pytest.mark.parametrize("decode", [teacher_forced, free_running])
-def test_the_longest_string_that_fits_the_model_is_evaluated_and_one_more_token_refused(decode):
-    model = untrained("rope", block_size=45)  # 2 x 20 + 5
+def test_the_longest_string_that_fits_is_evaluated_one_more_token_refused_and_the_model_left_alone(decode):
+    model = copier(4.0).train()
+    model.config.block_size = 45  # 2 x 20 + 5
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     assert decode(model, [np.zeros(20, np.int64)], NEWLINE)[0].targets == 21
     with pytest.raises(ValueError, match="longer than the model's block_size=45"):
         decode(model, [np.zeros(21, np.int64)], NEWLINE)
+    assert model.training and all(p.requires_grad and p.grad is None for p in model.parameters())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        made = [t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor)]
-        self.elements = max([self.elements, *(t.numel() for t in made)])
-        return out
-
-
-def test_memory_grows_linearly_with_length_and_logits_are_made_at_targets_alone():
-    model, largest, rows = untrained("2d-rope", n_layer=1, block_size=10_000), {}, []
+def test_a_prompt_goes_through_in_chunks_and_logits_are_made_at_targets_alone(monkeypatch):
+    model, widths, rows, hidden = copier(4.0), [], [], Decoder.hidden
     model.head.register_forward_hook(lambda head, args, logits: rows.append(logits.numel() // logits.shape[-1]))
-    for n in (375, 3000):
-        with Largest() as largest[n]:
-            teacher_forced(model, data_copy.evaluation_strings("uniform", n, n, 1, 0), NEWLINE, chunk=64)
-    assert largest[375].elements > 700 * 32 and largest[3000].elements < 9 * largest[375].elements  # 64 if quadratic
-    assert sum(rows) == 376 + 3001
+    monkeypatch.setattr(Decoder, "hidden", lambda *a, **k: widths.append(a[1].shape[1]) or hidden(*a, **k))
+    (got,) = teacher_forced(model, data_copy.evaluation_strings("uniform", 375, 375, 1, 0), NEWLINE, chunk=64)
+    assert widths == [64] * 11 + [51] and sum(rows) == 376 and got.errors == 0
 
 
-@pytest.mark.parametrize("encoding", ["rope", "2d-rope", "h-rope"])
-@pytest.mark.parametrize(("dtype", "first_wrong"), [(torch.float32, 200_000), (torch.bfloat16, 300)])
-def test_rounded_angles_are_right_at_small_positions_and_wrong_at_large_ones(encoding, dtype, first_wrong):
-    model, rounded = untrained(encoding, freqs="uniform"), untrained(encoding, freqs="uniform")
-    evaluation.round_angles(rounded, dtype)
-    for place, right in ((3, True), (first_wrong, False)):
-        positions = torch.full((3, 1, 4), place) + torch.arange(4)
-        for name, rotary in model.rotary.items():
-            apart = (rotary(positions)[0] - rounded.rotary[name](positions)[0]).abs().max()
-            assert (apart < (1e-5 if dtype == torch.float32 else 0.1)) == right
+@pytest.mark.parametrize("dtype, wrong", [(torch.float64, False), (torch.float32, False), (torch.bfloat16, True)])
+def test_rounded_angles(dtype, wrong):
+    freqs = torch.stack([rope2d.frequencies("uniform", 32, 1.0, seed) for seed in (0, 1)]).to(dtype)  # rows, columns
+
+    def rounded(rotary, args, exact):
+        angles = (args[0][1:].movedim(0, -1)[..., None].to(dtype) * freqs).flatten(-2).float()  # (B, T, D/2)
+        return angles.cos(), angles.sin()
+
+    model = copier(4.0)
+    short, long = (data_copy.evaluation_strings("uniform", n, n, 2, 0) for n in (20, 640))
+    assert [v.errors for v in teacher_forced(model, short + long, NEWLINE)] == [0] * 4
+    model.rotary["2d-rope"].register_forward_hook(rounded)
+    assert [v.errors for v in teacher_forced(model, short, NEWLINE)] == [0, 0]
+    assert [v.errors > 64 for v in teacher_forced(model, long, NEWLINE)] == [wrong, wrong]
 
 
-# The report
+# The report on copies
 
 
-def test_a_row_counts_its_strings(monkeypatch):
-    made = [Verdict(5, 0, None, 0.5, 4), Verdict(5, 3, 1, -2.0, 3), Verdict(5, 1, 4, -0.25, 4)]
-    made.append(Verdict(5, 0, None, 0.125, 0))
-    monkeypatch.setattr(evaluation, "teacher_forced", lambda model, group, *_: made[: len(group)])
-    row = evaluation.evaluate(None, {"separator": "<n>"}, "uniform", None, (4, 4), 4, EvalConfig())
-    wanted = dict(task="uniform", length=4, min_length=4, samples=4, exact_match=0.5, token_error=4 / 20, margin=-2.0)
-    wanted |= dict(only_closing_wrong=0.25, first_errors=[None, 1, 4, None])
-    wanted["margins"] = [[0.5, 4], [-2.0, 3], [-0.25, 4], [0.125, 0]]
-    assert {name: row[name] for name in wanted} == wanted
-    assert (row["exact_match_low"], row["exact_match_high"]) == wilson(2, 4)
+def test_a_row_counts_its_strings():
+    made = [(5, 0, None, 0.5, 4), (5, 3, 1, -2.0, 3), (5, 1, 4, -0.25, 4), (9, 2, 0, -1.0, 0)]
+    made = [Verdict(*facts) for facts in made]
+    row = row_of(Cell("uniform", None, 0.9, 4, 8, 4), "teacher-forced", made)
+    wanted = dict(task="uniform", kind=None, repeat_p=None, mode="teacher-forced", length=8, min_length=4, samples=4)
+    wanted |= dict(exact_match=0.25, token_error=6 / 24, only_closing_wrong=0.25, first_errors=[None, 1, 4, 0])
+    wanted |= dict(margin=-2.0, margins=[[0.5, 4], [-2.0, 3], [-0.25, 4], [-1.0, 0]])
+    low, high = plots.wilson(1, 4)
+    assert row == wanted | dict(exact_match_low=low, exact_match_high=high)
+    row = row_of(Cell("repeat-structure", "first", 0.9, 4, 8, 4), "free-running", made)
+    assert (row["kind"], row["repeat_p"], row["margin"], row["margins"]) == ("first", 0.9, None, None)
 
 
-def test_rows_do_not_depend_on_chunk_or_batch(runs):
-    rows, small = (copy_ladder(config_for(runs["rope"], **how)) for how in ({}, dict(chunk=5, batch_tokens=1)))
-    assert without(rows, "margin", "margins") == without(small, "margin", "margins")
-    assert [r["margin"] for r in small] == pytest.approx([r["margin"] for r in rows], abs=1e-4)
-    assert [(r["task"], r["min_length"], r["length"], r["samples"]) for r in rows] == [
-        (task, low, high, n) for task in ("uniform", "imbalanced") for low, high, n in ((3, 3, 10), (4, 20, 7))
-    ]
-    model, _ = evaluation.load_run(str(runs["rope"] / "last.pt"), "last", torch.device("cpu"))
-    verdicts = teacher_forced(model, data_copy.evaluation_strings("imbalanced", 4, 20, 7, 0), NEWLINE)
-    assert rows[3]["first_errors"] == [v.first_error for v in verdicts]
+@pytest.mark.parametrize("name, separator", [("2d-rope", NEWLINE), ("auto", STAR)])
+def test_rows_are_of_the_evaluation_strings_of_their_seed_in_the_runs_own_separator(runs, name, separator):
+    rows = rows_of(runs[name], tasks="repeat-structure,uniform", repeat_p="0.5,1", eval_seed=5)
+    model, _ = checkpoint.load_run(runs[name])
+    wanted = []
+    for task, p in (("repeat-structure", 0.5), ("repeat-structure", 1.0), ("uniform", None)):
+        for low, high, n in ((3, 3, 10), (4, 20, 7)):
+            drawn = data_copy.evaluation_strings(task, low, high, n, 5, p or 0.9)
+            errors = [v.first_error for v in teacher_forced(model, drawn, separator)]
+            wanted.append([task, p, low, high, n, errors])
+    shown = "task", "repeat_p", "min_length", "length", "samples", "first_errors"
+    assert wanted == [[row[name] for name in shown] for row in rows]
+    assert 0 < rows[-1]["exact_match"] < rows[-2]["exact_match"] == 1
+    about = dict(run=runs[name], seed=3, step=80, trained_to=6, dtype="float32", mode="teacher-forced")
+    assert all({key: row[key] for key in about} == about and row["seconds"] >= 0 for row in rows)
 
 
-def test_a_ladder_stops_where_it_is_told(runs):
-    lengths = dict(lengths=(3, "4-20", 40, 41), samples=(10, 7, 2, 2), tasks=("uniform",))
-    whole = copy_ladder(config_for(runs["2d-rope"], **lengths))
-    shares = [row["exact_match"] for row in whole]
-    assert shares[1] not in (0, 1) and shares[2:] == [0, 0], "the half-trained model is no longer half right"
-    for stop, n in (("never", 4), ("failure", 1 + shares.index(next(s for s in shares if s < 1))), ("zero", 3)):
-        rows = copy_ladder(config_for(runs["2d-rope"], stop=stop, **lengths))
-        assert without(rows) == without(whole[:n])
+def test_strings_go_through_the_model_together_up_to_batch_tokens(runs, monkeypatch):
+    groups, judge = [], evaluation.judge
+    monkeypatch.setattr(evaluation, "judge", lambda model, x, *rest: groups.append(x.shape) or judge(model, x, *rest))
+    how = dict(tasks="uniform", lengths="4-20", samples=20)
+    whole, small = rows_of(runs["2d-rope"], **how), rows_of(runs["2d-rope"], **how, batch_tokens=140, chunk=5)
+    assert [n for n, _ in groups] == [20] + [3] * 6 + [2]  # 3 x 45, the longest string's tokens; shortest first
+    assert [T for _, T in groups[1:]] == sorted(T for _, T in groups[1:])
+    assert without(whole, "margin", "margins") == without(small, "margin", "margins")
+    groups.clear()
+    rows_of(runs["text"], tasks="lists", kinds="first", lengths=9, samples=6, batch_tokens=600)
+    assert groups and all(n * T <= 600 and n < 6 for n, T in groups)  # 9 points are some 200 bytes
 
 
-def test_bfloat16_verdicts_are_close_to_those_in_float32(runs):
-    rows, half = (
-        copy_ladder(config_for(runs["2d-rope"], lengths=("1-4",), samples=(20,), dtype=dtype))
-        for dtype in ("float32", "bfloat16")
-    )
-    assert {row["dtype"] for row in half} == {"bfloat16"} and without(half, "dtype") != without(rows, "dtype")
-    for a, b in zip(rows, half, strict=True):
-        assert b["exact_match"] == pytest.approx(a["exact_match"], abs=0.1)
-        assert b["margin"] == pytest.approx(a["margin"], abs=0.3)
+def test_a_run_stops_where_it_is_told(runs):
+    how = dict(lengths="3,4-20,40,41", samples="10,7,2,2")
+    whole = rows_of(runs["2d-rope"], **how)
+    shares = [[row["exact_match"] for row in whole[start : start + 4]] for start in (0, 4)]
+    assert all(first == 1 and 0 < second < 1 and rest == [0, 0] for first, second, *rest in shares), shares
+    for stop, n in (("never", 4), ("failure", 2), ("zero", 3)):  # of each task
+        assert without(rows_of(runs["2d-rope"], stop=stop, **how)) == without(whole[:n] + whole[4 : 4 + n])
 
 
-def test_repeat_structure_is_tried_at_every_p(runs):
-    how = dict(tasks=("repeat-structure", "uniform"), lengths=(20,), samples=(6,), repeat_p=(0.5, 1.0))
-    rows = copy_ladder(config_for(runs["2d-rope"], **how))
-    assert [(row["task"], row["repeat_p"]) for row in rows] == [
-        ("repeat-structure", 0.5),
-        ("repeat-structure", 1.0),
-        ("uniform", None),
-    ]
-    model, _ = evaluation.load_run(str(runs["2d-rope"]), "last", torch.device("cpu"))
-    for row, p in zip(rows, (0.5, 1.0), strict=False):
-        verdicts = teacher_forced(model, data_copy.evaluation_strings("repeat-structure", 20, 20, 6, 0, p), NEWLINE)
-        assert row["first_errors"] == [v.first_error for v in verdicts]
-    kept = data_copy.evaluation_strings("repeat-structure", 20, 20, 6, 0, 1.0)
-    assert all(any((s[base:] == s[:-base]).all() for base in range(4, 11)) for s in kept)  # nothing flipped at p = 1
-
-
-def test_last_and_best_are_told_apart(runs, tmp_path):
+def test_dtype_checkpoint_block_size_and_free_running_are_as_asked(runs, tmp_path):
+    how = dict(tasks="uniform", samples=20)
+    (a, b), (rough, _) = (rows_of(runs["2d-rope"], dtype=dtype, **how) for dtype in ("float32", "bfloat16"))
+    assert rough["dtype"] == "bfloat16" and 1e-6 < abs(rough["margin"] - a["margin"]) < 0.1
     for name, run in (("last", "rope"), ("best", "2d-rope")):
-        (tmp_path / f"{name}.pt").write_bytes((runs[run] / "last.pt").read_bytes())
-        assert copy_ladder(config_for(tmp_path, checkpoint=name))[0]["pos_encoding"] == run
-
-
-def test_free_running_gives_the_same_exact_match(runs):
-    forced, free = (copy_ladder(config_for(*runs.values(), free_running=f, samples=(8,))) for f in (False, True))
+        (tmp_path / f"{name}.pt").write_bytes(Path(runs[run], "last.pt").read_bytes())
+        assert rows_of(str(tmp_path), checkpoint=name)[0]["pos_encoding"] == run
+    free = rows_of(runs["2d-rope"], free_running=True, **how)
     same = "run", "task", "length", "samples", "exact_match", "first_errors", "only_closing_wrong"
-    assert [[row[k] for k in same] for row in forced] == [[row[k] for k in same] for row in free]
-    assert {row["mode"] for row in forced} == {"teacher-forced"} and {row["mode"] for row in free} == {"free-running"}
+    assert [[row[k] for k in same] for row in free] == [[row[k] for k in same] for row in (a, b)]
+    assert {row["mode"] for row in free} == {"free-running"} and 0 < b["exact_match"] < 1
+    with pytest.raises(ValueError, match="47 tokens is longer than the model's block_size=45"):
+        rows_of(runs["rope"], lengths=21, samples=1)
+    assert len(rows_of(runs["rope"], lengths=21, samples=1, block_size=47)) == 2
 
 
-def test_two_processes_give_the_rows_of_one(runs, tmp_path):
-    config = config_for(runs["2d-rope"], samples=(5, 1))  # the second process has nothing to do at length 20
-    argv = [f"--{k}={','.join(map(str, getattr(config, k)))}" for k in ("runs", "tasks", "lengths", "samples")]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", evaluation.__file__]
-    subprocess.run(
-        [*launch, *argv, "--device=cpu", f"--out_dir={tmp_path}", "--plot=False"],
-        cwd=Path(evaluation.__file__).parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=300,
-    )
-    one, two = copy_ladder(config), json.loads((tmp_path / "accuracy.json").read_text())
+def script(rank: int, argv: list[str]) -> None:
+    sys.argv = ["eval.py", *argv]
+    configurator.run_cli(evaluation.main)
+
+
+def watched_script(rank: int, argv: list[str], folder: Path) -> None:
+    judge, n = evaluation.judge, []
+    evaluation.judge = lambda model, inputs, *rest: n.append(len(inputs)) or judge(model, inputs, *rest)
+    script(rank, argv)
+    (folder / f"judged{rank}").write_text(str(sum(n)))
+
+
+def test_two_ranks_share_the_strings_and_write_the_rows_of_one(runs, tmp_path):
+    asked = dict(tasks="uniform", samples="5,1", kinds="own-line")
+    argv = flags(runs["2d-rope"], runs["text"], **asked, out_dir=tmp_path)
+    assert on_two_ranks(watched_script, argv, tmp_path) == [0, 0]
+    assert [(tmp_path / f"judged{rank}").read_text() for rank in (0, 1)] == ["8", "4"]
+    one, two = rows_of(runs["2d-rope"], runs["text"], **asked), json.loads((tmp_path / "accuracy.json").read_text())
     assert without(two, "margin", "margins") == without(one, "margin", "margins")
     assert [r["margin"] for r in two] == pytest.approx([r["margin"] for r in one], abs=1e-4)
 
 
-def test_the_script_writes_rows_and_plot_and_prints_the_table(runs, tmp_path, monkeypatch, capsys):
-    argv = [f"--runs={runs['2d-rope']},{runs['rope']}", "--lengths=3,4-20", "--samples=8", "--tasks=uniform"]
-    monkeypatch.setattr(sys, "argv", ["eval.py", *argv, "--device=cpu", f"--out_dir={tmp_path}"])
-    evaluation.main()
-    rows = json.loads((tmp_path / "accuracy.json").read_text())
-    for row, encoding, length in zip(rows, ["2d-rope"] * 2 + ["rope"] * 2, [3, 20] * 2, strict=True):
-        about = dict(pos_encoding=encoding, seed=3, trained_to=6, step=80, task="uniform", length=length, samples=8)
-        assert {name: row[name] for name in about} == about and row["run"] == str(runs[encoding])
-        assert row["exact_match"] == row["first_errors"].count(None) / 8
-        assert (row["token_error"] > 0) == (row["exact_match"] < 1)
-    assert table(rows) in capsys.readouterr().out
-    assert matplotlib.image.imread(tmp_path / "accuracy.png").std() > 0
+def test_the_script_prints_the_table_and_writes_rows_before_the_plot(runs, tmp_path, monkeypatch, capsys):
+    rows, drawn = rows_of(runs["2d-rope"], runs["rope"]), []
+    argv = flags(runs["2d-rope"], runs["rope"], out_dir=tmp_path)
+
+    def draw(given, path):
+        drawn.append((without(given), path))
+        assert without(json.loads((tmp_path / "accuracy.json").read_text())) == without(given)
+
+    monkeypatch.setattr(plots, "plot", draw)
+    monkeypatch.setitem(sys.modules, "tiktoken", None)  # which copies of tokens do without
+    script(0, argv)
+    assert drawn == [(without(rows), tmp_path / "accuracy.png")] and plots.table(rows) in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(evaluation, "copy_accuracy", lambda _: pytest.fail("worked first"))
+    with pytest.raises(SystemExit):
+        script(0, argv)
+    assert "need matplotlib: pip install matplotlib, or give --plot=False" in capsys.readouterr().err
+    monkeypatch.setattr(evaluation, "copy_accuracy", lambda _: rows)
+    script(0, [*argv, "--plot=False"])
+    assert len(drawn) == 1
+
+
+# Copies in text
+
+
+def test_rows_of_text_are_of_its_own_symbols_kinds_and_evaluation_stream(runs, monkeypatch):
+    model, trained = checkpoint.load_run(runs["text"])
+    how = dict(tasks="imbalanced", lengths="1-9,30", samples="20,4", eval_seed=5)
+    rows, wanted = rows_of(runs["text"], **how), []
+    for kind in data_text.KINDS:
+        for low, high, n in ((1, 9, 20), (30, 30, 4)):
+            config = TextCopyConfig("imbalanced", ("x", "y"), kind, low, high)
+            records = list(text_examples(config, n, 5, "evaluation"))
+            wanted.append((kind, high, [v.first_error for v in judge_text(model, BYTES, records, False, 512)]))
+    assert [(row["kind"], row["length"], row["first_errors"]) for row in rows] == wanted
+    assert rows[0]["exact_match"] > rows[2]["exact_match"] > 0 == rows[4]["exact_match"]
+    assert {(row["mode"], row["trained_to"]) for row in rows} == {("teacher-forced", 7)}
+    free = rows_of(runs["text"], **how, free_running=True)
+    assert [row["exact_match"] for row in free] == [row["exact_match"] for row in rows]
+    bound = "teacher-forced, a lower bound"  # other tokens may be as right
+    assert rows_of(runs["text"], **how | {"tasks": "lists"})[0]["mode"] == bound
+    monkeypatch.setattr(BYTES, "name", "other")
+    assert rows_of(runs["text"], **how)[0]["mode"] == bound
+    for task, longest in (("lists", 150), ("uniform", 1000)):
+        assert evaluation.longest_trained(trained | {"text_task": task, "text_max_length": 0}) == longest
+
+
+def test_answers_are_scored_as_text_when_decoded_and_must_end(monkeypatch):
+    records = list(text_examples(TextCopyConfig(text_min_length=3, text_max_length=3), 5, 0, "evaluation"))
+    texts = [record["messages"][1]["content"] for record in records]
+    flipped = texts[1][0] + {"0": "1", "1": "0"}[texts[1][1]] + texts[1][2]
+    answers = [[*texts[0].encode(), 256], [*flipped.encode(), 256], [*texts[2].encode(), 49]]
+    answers += [[*texts[3][:2].encode(), 256, 7], [*texts[4].encode(), 10]]
+
+    def generate(model, prompts, n):
+        assert n == 4 and prompts == [BYTES.chat(r["messages"])[0][:-4].tolist() for r in records]
+        return iter(torch.tensor(answers).T)
+
+    monkeypatch.setattr(evaluation, "generate", generate)
+    right, wrong, long, short, endless = judge_text(text_copier(), BYTES, records, True, 512)
+    assert right[:3] == (4, 0, None) and wrong[:3] == (4, 1, 1) and long.first_error == 3 and long.errors >= 1
+    assert short.first_error == 2 and short.errors >= 1
+    assert endless[:3] == (4, 1, 3)  # all symbols are right, but it does not end
+
+
+# The report on text
+
+
+def test_the_loss_on_text_is_that_of_each_window(start, corpora, tmp_path):
+    argv = flags(str(start), val_data=corpora / "val", windows=20, out_dir=tmp_path)
+    config = configurator.configure(EvalConfig, argv=argv)
+    (row,) = evaluation.text_losses(config)
+    (model, _), corpus = checkpoint.load_run(str(start)), Corpus(corpora / "val")
+    rows = torch.from_numpy(corpus.read(corpus.order(np.arange(20), 0)))
+    with torch.no_grad():
+        losses = F.cross_entropy(model(rows[:, :-1]).mT, rows[:, 1:], reduction="none").mean(1).double()
+    n_bytes = (rows[:, 1:] < 256).sum().item()  # an end of sequence has none
+    facts = dict(run=str(start), pos_encoding="rope", seed=0, step=9, windows=20, tokens=20 * 48)
+    assert {name: row[name] for name in facts} == facts
+    assert row["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert row["loss_standard_error"] == pytest.approx(losses.std().item() / math.sqrt(20), rel=1e-5)
+    assert row["bits_per_byte"] == pytest.approx(losses.sum().item() * 48 / math.log(2) / n_bytes, rel=1e-6)
+    rough = evaluation.text_losses(replace(config, dtype="bfloat16"))[0]["loss"]
+    assert 1e-6 < abs(rough - row["loss"]) < 0.02
+    assert on_two_ranks(script, argv) == [0, 0]  # no validation.jsonl: the run stopped early
+    (two,) = json.loads((tmp_path / "losses.json").read_text())
+    assert two | {"loss": 0} == pytest.approx(row | {"loss": 0}) and two["loss"] == pytest.approx(row["loss"])
 
 
 # Refusals
 
 
 @pytest.mark.parametrize(
-    "changes, error, match",
+    "run, knob, match",
     [
-        (dict(runs=()), ValueError, "nothing to evaluate: give --runs=DIR"),
-        (dict(tasks=()), ValueError, "nothing to evaluate"),
-        (dict(lengths=()), ValueError, "nothing to evaluate"),
-        (dict(tasks=("uniform", "copy")), ValueError, "tasks: 'copy' is not one of imbalanced, recursive-flip"),
-        (dict(lengths=("x",)), ValueError, "lengths: 'x' is neither"),
-        (dict(samples=()), ValueError, r"samples=\(\): expected one number >= 1, or one for each of 2 lengths"),
-        (dict(samples=(1, 2, 3)), ValueError, r"samples=\(1, 2, 3\): expected one number"),
-        (dict(samples=(4, 0)), ValueError, r"samples=\(4, 0\): expected one number >= 1"),
-        (dict(lengths=(3, 43)), ValueError, "sequence of 91 tokens is longer than the model's block_size=90"),
-        (dict(runs=("out/missing",)), FileNotFoundError, "out/missing: no such checkpoint"),
-        (dict(repeat_p=()), ValueError, r"repeat_p=\(\): expected shares"),
-        (dict(repeat_p=(0.5, 1.5)), ValueError, r"repeat_p=\(0.5, 1.5\): expected shares"),
-        (dict(angles="float32", free_running=True), ValueError, "angles='float32': decoding has exact angles"),
-        (dict(chunk=0), ValueError, "chunk=0"),
-        (dict(chunk=-4), ValueError, "chunk=-4"),
-        (dict(device="cuda"), ValueError, "device='cuda': not on this machine"),
+        ("", "tasks=uniform", "nothing to evaluate: give --runs=DIR"),
+        ("rope", "tasks=()", "nothing to evaluate: give at least one of tasks and lengths"),
+        ("rope", "tasks=copy", "tasks: 'copy' is not one of imbalanced, .*, repeat-structure$"),
+        ("text", "tasks=copy", "tasks: 'copy' is not one of imbalanced, .*, lists"),
+        ("text", "kinds=last", "kinds=.*expected some of own-line"),
+        ("text", "kinds=()", "kinds=.*expected some of own-line"),
+        ("rope", "lengths=3,x", "lengths: 'x' is neither"),
+        ("rope", "lengths=3,21", "sequence of 47 tokens is longer than the model's block_size=45"),
+        ("text", "lengths=3,21000", "longer than the model's block_size=21000"),
+        ("rope", "samples=1,2,3", r"samples=\(1, 2, 3\): expected one number, or one for each of 2 lengths"),
+        ("rope", "samples=4,0", r"samples=\(4, 0\): expected 1 to 1,000,000 each"),
+        ("rope", "samples=99999999999", "samples=.*expected 1 to 1,000,000 each"),
+        ("rope", f"eval_seed={2**63}", "eval_seed=9223372036854775808: expected 0 to"),
+        ("rope", "repeat_p=0.5,1.5", r"repeat_p=\(0.5, 1.5\): expected shares"),
+        ("rope", "chunk=0", "chunk=0: expected at least 1"),
+        ("rope", "device=cuda", "device='cuda': not on this machine"),
+        ("missing", "chunk=9", "missing: no such checkpoint"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(runs, monkeypatch, changes, error, match):
+def test_what_cannot_be_evaluated_is_refused_before_anything_is(runs, monkeypatch, run, knob, match):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(evaluation, "evaluate", lambda *_: pytest.fail("evaluated something before refusing"))
-    values = dict(runs=(str(runs["rope"]),), lengths=(3, 20), samples=(1,), device="cpu") | changes
-    with pytest.raises(error, match=match):
-        copy_ladder(EvalConfig(**values))
+    name, _, value = knob.partition("=")
+    with pytest.raises(FileNotFoundError if run == "missing" else ValueError, match=match):
+        rows_of(runs.get(run, run), **{name: value})
 
 
-def test_a_run_without_the_checkpoint_or_with_a_damaged_one_is_refused(runs, tmp_path):
-    with pytest.raises(FileNotFoundError, match="last.pt: no such checkpoint"):
-        copy_ladder(config_for(tmp_path))
-    (tmp_path / "last.pt").write_bytes((runs["rope"] / "last.pt").read_bytes()[:10_000])
-    with pytest.raises(RuntimeError, match="last.pt: damaged, or not a checkpoint"):
-        copy_ladder(config_for(tmp_path))
+def test_a_model_of_text_that_was_not_finetuned_has_nothing_to_copy(start):
+    with pytest.raises(ValueError, match="not finetuned on copying; --val_data, or sample.py, shows what it knows"):
+        rows_of(str(start))

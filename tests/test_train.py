@@ -1,144 +1,71 @@
-"""train.py: gradients, schedules, checkpoints under kills and full disks, resuming, refusals."""
+"""train.py: what a step computes, the data of its tasks, where it starts, what it refuses, what it writes."""
 
-import errno
-import io
+import copy
+import functools
 import itertools
 import json
 import math
-import multiprocessing
-import os
-import random
-import resource
-import signal
-import subprocess
+import shutil
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT, SHAPE, computed, configs, files, fresh, log, of_task, pretrained, refused, run
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
 import configurator
 import data_copy
+import data_dclm
+import data_text
+import model as decoder
 import rope2d
 import train
-from data_copy import CopyConfig
+from data_copy import IGNORE, CopyConfig
+from data_text import TextCopyConfig
 from model import Decoder, ModelConfig
+from tokenizer import load_tokenizer
 from train import TrainConfig
 
-CLASSES = train.CONFIGS
-TINY = dict(n_embd=16, head_dim=8, block_size=64, max_length=8, batch_size=8, max_steps=10, warmup_steps=3)
-TINY |= dict(device="cpu", learning_rate=0.01, eval_steps=1, eval_interval=1000, checkpoint_interval=1000)
-KILLED, STOPPED = -signal.SIGKILL, 128 + signal.SIGTERM
-
-forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["pytest", "torch._dynamo", "train"])  # so that a process to kill costs 50 ms, not seconds
-
-
-def flags(out: Path, **knobs) -> list[str]:
-    return [f"--{name}={value}" for name, value in (TINY | {"out_dir": out} | knobs).items()]
-
-
-def configs(out: Path, **knobs) -> tuple:
-    return configurator.configure(*CLASSES, argv=flags(out, **knobs))
-
-
-def run(out: Path, **knobs) -> dict:
-    """Trains in this process; what last.pt holds."""
-    train.train(*configs(out, **knobs))
-    return torch.load(out / "last.pt")
-
-
-def in_child(target, *args) -> int:
-    """Exit status of target(*args) in a process of its own; minus the number of the signal that killed it."""
-    child = forks.Process(target=target, args=args)
-    child.start()
-    child.join()
-    return child.exitcode
-
-
-def train_until(number: int, at: int, out: Path, knobs: dict) -> None:
-    """Trains; signal `number` arrives while step `at` makes its batch."""
-    batch = data_copy.batch
-
-    def interrupted(config, n, step, seed, stream):
-        if (stream, step) == ("train", at):
-            os.kill(os.getpid(), number)
-        return batch(config, n, step, seed, stream)
-
-    data_copy.batch = interrupted
-    torch.set_num_threads(1)
-    train.train(*configs(out, **knobs))
-
-
-def same_run(a: dict, b: dict) -> None:
-    """Weights, optimizer, step and best agree bit for bit."""
-    a, b = ([run[name] for name in ("model", "optimizer", "step", "best")] for run in (a, b))
-    torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-def log(out: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in ("step", "loss", "lr", "grad_norm")} for line in lines]
-
-
-def files(out: Path) -> dict:
-    return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in out.iterdir()} if out.exists() else {}
-
+AUTO = of_task("auto-2d-rope")
 
 # What a step computes
 
 
-@pytest.mark.parametrize("grad_accum, closing_weight", [(1, 1.0), (3, 1.0), (4, 2.5)])
-def test_a_step_is_the_mean_over_all_target_tokens_however_it_is_cut(tmp_path, grad_accum, closing_weight):
-    knobs = dict(max_steps=1, grad_clip=0, zero_init_outputs=False, init_std=0.2, n_layer=2)
-    knobs["closing_weight"] = closing_weight
+@pytest.mark.parametrize("grad_accum, closing_weight, separator", [(1, 1.0, "<n>"), (3, 1.0, "*"), (4, 2.5, "*")])
+def test_a_step_is_the_mean_over_all_targets_however_it_is_cut(tmp_path, grad_accum, closing_weight, separator):
+    knobs = dict(max_steps=1, grad_clip=0, zero_init_residual=False, init_std=0.2, n_layer=2)
+    knobs |= dict(closing_weight=closing_weight, separator=separator)
     state = run(tmp_path, grad_accum=grad_accum, **knobs)["optimizer"]["state"]
-    gradients = [state[i]["exp_avg"] / 0.1 for i in range(len(state))]  # 1 - beta1
+    got = [state[i]["exp_avg"] / 0.1 for i in range(len(state))]  # 1 - beta1
 
-    model_config, task, _, _, config = configs(tmp_path, **knobs)
-    model_config.vocab_size = len(data_copy.VOCAB)
-    torch.manual_seed(config.seed)
-    model = Decoder(model_config, rope2d.newline_table(data_copy.TOKEN_BYTES))
-    inputs, targets, _ = map(torch.from_numpy, data_copy.batch(task, config.batch_size, 0, config.seed))
-    wanted = targets != data_copy.IGNORE
-    losses = F.cross_entropy(model(inputs)[wanted], targets[wanted], reduction="none")
-    loss = (losses * torch.where(targets[wanted] == data_copy.NEWLINE, closing_weight, 1.0)).mean()
+    _, copy_config, _, config = configs(**knobs)
+    ((tokens, targets),) = data_copy.copy_batch(copy_config, 8, 0, 0)
+    model, tokens, targets = fresh(**knobs), torch.from_numpy(tokens), torch.from_numpy(targets)
+    losses = F.cross_entropy(model(tokens).mT, targets, reduction="none", ignore_index=IGNORE)
+    weights = torch.where(targets == data_copy.SEPARATORS[separator], closing_weight, 1.0)
+    loss = (losses * weights).sum() / (targets != IGNORE).sum()
     loss.backward()
     wanted = [p.grad for group in train.make_optimizer(model, config).param_groups for p in group["params"]]
-    assert sum((a - b).norm() for a, b in zip(gradients, wanted, strict=True)) < 1e-6 * sum(b.norm() for b in wanted)
-    assert log(tmp_path)[0]["loss"] == pytest.approx(loss.item(), rel=1e-6)
-    assert log(tmp_path)[0]["grad_norm"] == pytest.approx(math.sqrt(sum(g.square().sum() for g in wanted)), rel=1e-6)
+    assert sum((a - b).norm() for a, b in zip(got, wanted, strict=True)) < 1e-6 * sum(b.norm() for b in wanted)
+    (line,) = log(tmp_path)
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert line["grad_norm"] == pytest.approx(math.sqrt(sum(g.square().sum() for g in wanted)), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "auto", [{}, {"pos_encoding": "auto-2d-rope", "grid_steps": 8}], ids=["2d-rope", "auto-2d-rope"]
-)
-def test_two_processes_train_like_one(tmp_path, auto):
-    knobs = dict(max_steps=20, batch_size=7, eval_interval=10) | auto  # 7 samples in 4 micro-batches: not all of a size
-    run(tmp_path / "one", **knobs)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", train.__file__]
-    command, folder = launch + flags(tmp_path / "two", grad_accum=2, **knobs), Path(train.__file__).parent
-    subprocess.run(command, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=300)
-    one, two = log(tmp_path / "one"), log(tmp_path / "two")
-    assert [line["step"] for line in two] == list(range(20))
-    for a, b in zip(one, two, strict=True):
-        assert b == pytest.approx(a, rel=1e-5)
-    best = [torch.load(tmp_path / name / "best.pt")["best"] for name in ("one", "two")]
-    assert best[1] == pytest.approx(best[0], rel=1e-5)
-    assert json.loads((tmp_path / "two" / "run.json").read_text())["processes"] == 2
-
-
-def test_a_process_of_torchrun_has_the_gpu_of_its_own(monkeypatch):
-    current = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda on: current.append(on))
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert train.pick_device("auto") == torch.device("cuda", 3) and current == [torch.device("cuda", 3), False]
-    assert train.pick_device("cpu") == torch.device("cpu")
+def test_clipping_and_second_moments(tmp_path):
+    knobs = dict(max_steps=1, zero_init_residual=False, init_std=0.2)
+    whole, cut = (run(tmp_path / str(c), grad_clip=c, **knobs)["optimizer"]["state"] for c in (0.0, 0.01))
+    gradients = [s["exp_avg"] / 0.1 for s in cut.values()]
+    assert sum(g.square().sum() for g in gradients).sqrt() == pytest.approx(0.01, rel=1e-4)
+    for s, g in zip(cut.values(), gradients, strict=True):
+        torch.testing.assert_close(s["exp_avg_sq"], 0.05 * g.square(), atol=0, rtol=1e-3)  # 1 - beta2
+    assert sum((s["exp_avg"] / 0.1).square().sum() for s in whole.values()).sqrt() > 0.1
 
 
 COSINE = dict(learning_rate=1.0, warmup_steps=10, max_steps=111)
@@ -148,296 +75,408 @@ SCHEDULES = [
     (COSINE | {"min_lr": 0.5}, {0: 0.1, 10: 1.0, 60: 0.75, 110: 0.5}),
     (COSINE | {"min_lr": 0.0, "warmup_steps": 0}, {0: 1.0, 55: 0.5, 110: 0.0}),
     (COSINE | {"max_steps": 1}, {0: 0.1}),
-    (WSD, {0: 0.1, 9: 1.0, 50: 1.0, 89: 1.0, 94: 0.55, 99: 0.1}),
+    (COSINE | {"max_steps": 131, "grid_steps": 20}, {0: 0.1, 9: 1.0, 19: 1.0, 20: 0.1, 29: 1.0, 80: 0.55, 130: 0.1}),
+    (WSD, {0: 0.1, 9: 1.0, 50: 1.0, 89: 1.0, 90: 0.91, 94: 0.55, 99: 0.1}),
+    (WSD | {"grid_steps": 20}, {19: 1.0, 20: 0.1, 29: 1.0, 89: 1.0, 94: 0.55, 99: 0.1}),
 ]
 
 
 @pytest.mark.parametrize("knobs, rates", SCHEDULES)
-def test_learning_rate_is_the_formula(knobs, rates):
+def test_the_learning_rate_is_the_formula(knobs, rates):
     got = {step: train.learning_rate(TrainConfig(**knobs), step) for step in rates}
     assert got == pytest.approx(rates, abs=1e-12)
 
 
-def test_every_step_runs_at_the_rate_of_the_schedule(tmp_path):
-    last = run(tmp_path, learning_rate=0.3)
-    rates = [train.learning_rate(configs(tmp_path, learning_rate=0.3)[-1], step) for step in range(10)]
-    assert [line["lr"] for line in log(tmp_path)] == rates and rates[0] > 0
-    assert [group["lr"] for group in last["optimizer"]["param_groups"]] == [rates[-1]] * 2
-
-
 @pytest.mark.parametrize("encoding", ["2d-rope", "auto-2d-rope"])
 def test_weight_decay_shrinks_matrices_alone_and_no_gates(encoding):
-    values = dict(n_embd=16, vocab_size=3, qk_norm=True, zero_init_outputs=False, pos_encoding=encoding)
-    model = Decoder(ModelConfig(**values), torch.zeros(3))
+    values = dict(n_embd=16, vocab_size=3, qk_norm=True, zero_init_residual=False, pos_encoding=encoding)
+    model = Decoder(ModelConfig(freqs_learned=True, logit_scale="log_n", **values), torch.zeros(3))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = train.make_optimizer(model, TrainConfig(learning_rate=0.1, weight_decay=0.5))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
     for name, p in model.named_parameters():
-        shrinks = p.dim() == 2 and ".grid." not in name
+        shrinks = name.endswith("weight") and "norm" not in name and ".grid." not in name
         torch.testing.assert_close(p.detach(), before[name] * (0.95 if shrinks else 1.0), msg=name)
 
 
+def test_first_the_grid_is_found_then_all_but_the_embedding_starts_again(tmp_path, monkeypatch):
+    knobs = AUTO | dict(gate_lr_scale=7.0, eval_interval=1, weight_decay=0.0)
+    states, freeze = [], train.Run.freeze_grid
+
+    def watched(self):
+        states.append(copy.deepcopy(self.model.state_dict()))
+        freeze(self)
+        states.append(copy.deepcopy(self.model.state_dict()))
+
+    monkeypatch.setattr(train.Run, "freeze_grid", watched)
+    last = run(tmp_path, **knobs)
+    (found, anew), first, model = states, fresh(**knobs).state_dict(), fresh(**knobs)
+    torch.manual_seed(0)
+    model.freeze_grid()
+    wanted = model.state_dict()
+    for name, p in found.items():
+        if isinstance(p, torch.Tensor):
+            stays = "embed" in name or "norm" in name or "phase" in name or name == "newlines"
+            assert torch.equal(p, first[name]) == stays, name
+            assert torch.equal(anew[name], p if "grid" in name else wanted[name]), name
+    assert anew["auto.grid._extra_state"] is True
+    rate = train.learning_rate(configs(**knobs)[-1], 9)
+    assert [g["lr"] for g in last["optimizer"]["param_groups"]] == pytest.approx([rate, rate, 7 * rate])
+    assert {int(s["step"]) for s in last["optimizer"]["state"].values()} == {5}  # the others' are forgotten
+    best, losses = torch.load(tmp_path / "best.pt"), [line["val_loss"] for line in log(tmp_path, "validation")]
+    assert best["best"] == min(losses[5:]) and best["step"] > 5
+
+
 @pytest.mark.parametrize("eval_interval", [2, 1000])
-def test_validation_leaves_training_alone_and_means_the_same_at_any_interval(tmp_path, eval_interval):
-    other = run(tmp_path / "other", eval_interval=3, eval_steps=2)
-    last = run(tmp_path / "this", eval_interval=eval_interval, eval_steps=2)
-    best = torch.load(tmp_path / "this" / "best.pt")
+def test_validation_leaves_training_alone_and_counts_all_targets_the_same(tmp_path, eval_interval):
+    knobs = dict(eval_steps=2, closing_weight=5.0)
+    other = run(tmp_path / "other", eval_interval=3, **knobs)
+    last = run(tmp_path / "this", eval_interval=eval_interval, **knobs)
     torch.testing.assert_close(last["model"], other["model"], rtol=0, atol=0)
-    model, loss, count = checkpoint.load_model(best), 0.0, 0
+    model, loss, count = checkpoint.load_model(last), 0.0, 0
     for i in range(2):
-        inputs, targets, _ = map(torch.from_numpy, data_copy.batch(CopyConfig(max_length=8), 8, i, 0, "validation"))
-        loss, count = loss + model(inputs, targets).item(), count + int((targets != data_copy.IGNORE).sum())
-    assert best["best"] == pytest.approx(loss / count, rel=1e-6)
+        ((tokens, targets),) = data_copy.copy_batch(CopyConfig(max_length=8), 8, i, 0, "validation")
+        loss += model(torch.from_numpy(tokens), torch.from_numpy(targets)).item()
+        count += (targets != IGNORE).sum()
+    assert log(tmp_path / "this", "validation")[-1] == {"step": 10, "val_loss": pytest.approx(loss / count, rel=1e-6)}
 
 
-# Kills, resuming, full disks
+def test_compile_recompute_and_dtype_reach_the_model(tmp_path, monkeypatch):
+    seen, real = [], decoder.checkpoint
+    monkeypatch.setattr(torch, "compile", lambda m: seen.append("compile") or m)
+    monkeypatch.setattr(decoder, "checkpoint", lambda *a, **k: seen.append("recompute") or real(*a, **k))
+    run(tmp_path / "a", max_steps=2)
+    assert seen == []
+    run(tmp_path / "b", max_steps=2, compile=True, recompute=True)
+    assert seen == ["compile", "recompute", "recompute"] and computed(tmp_path / "a") == computed(tmp_path / "b")
+    run(tmp_path / "c", max_steps=2, dtype="bfloat16")
+    a, c = (log(tmp_path / name)[1]["loss"] for name in ("a", "c"))
+    assert 1e-6 < abs(a - c) < 0.05
 
-KILLS = {
-    "SIGTERM": [(signal.SIGTERM, 5, STOPPED)],
-    "SIGINT": [(signal.SIGINT, 5, 130)],
-    "kill -9": [(signal.SIGKILL, 6, KILLED)],
-    "many": [(signal.SIGKILL, 2, KILLED), (signal.SIGTERM, 1, STOPPED), (signal.SIGKILL, 8, KILLED)],
-    "in the last step": [(signal.SIGTERM, 9, STOPPED)],
-    "in the first step after a resume": [(signal.SIGKILL, 6, KILLED), (signal.SIGKILL, 4, KILLED)],
-}
+
+def test_a_large_vocabulary_is_compiled_with_its_chunked_loss(tmp_path, monkeypatch):
+    graphs, aot = [], torch._dynamo.lookup_backend("aot_eager")  # without C++, which takes minutes
+    how = dict(backend=lambda graph, inputs: graphs.append(graph.code) or aot(graph, inputs))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, **how))
+    run(tmp_path / "plain", max_steps=1)
+    monkeypatch.setitem(decoder.LOGITS_PER_CHUNK, "cpu", 40 * len(data_copy.VOCAB))
+    run(tmp_path / "compiled", max_steps=1, compile=True, grad_accum=2)
+    assert graphs and all("autograd_function_apply" in code and "cross_entropy" not in code for code in graphs), graphs
+    assert computed(tmp_path / "plain")[0] == pytest.approx(computed(tmp_path / "compiled")[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("stops", KILLS.values(), ids=KILLS.keys())
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, stops):
-    knobs, whole, out = dict(checkpoint_interval=4, eval_interval=4), tmp_path / "whole", tmp_path / "stopped"
-    run(whole, **knobs)
-    for number, at, status in stops:
-        assert in_child(train_until, number, at, out, knobs) == status
+# Pretraining
+
+
+def test_text_comes_in_the_order_of_the_seed_and_for_validation_in_one_order(tmp_path, corpora):
+    knobs = of_task("pretrain", corpora) | dict(seed=1)
+    run(tmp_path, max_steps=1, **knobs)
+    model_config = configs(vocab_size=257, **knobs)[0]
+    torch.manual_seed(1)
+    fresh = Decoder(model_config, rope2d.newline_table(load_tokenizer("bytes").token_bytes))
+    losses = []
+    for model, name, seed in ((fresh, "train", 1), (checkpoint.load_run(str(tmp_path))[0], "val", 0)):
+        corpus = data_dclm.Corpus(corpora / name)
+        rows = torch.tensor(corpus.read(corpus.order(np.arange(8), seed)))
+        losses.append(F.cross_entropy(model(rows[:, :-1]).mT, rows[:, 1:]).item())
+    assert log(tmp_path)[0]["loss"] == pytest.approx(losses[0], rel=1e-6)
+    assert log(tmp_path, "validation") == [{"step": 1, "val_loss": pytest.approx(losses[1], rel=1e-6)}]
+
+
+def test_a_run_goes_on_with_data_that_moved_and_not_with_other_data(tmp_path, corpora):
+    knobs, out = of_task("pretrain", corpora), tmp_path / "run"
     run(out, **knobs)
-    for name in ("last.pt", "best.pt"):
-        same_run(torch.load(out / name), torch.load(whole / name))
-    assert [line["step"] for line in log(out)] == list(range(10))
-    assert log(out) == log(whole)
-    assert (out / "validation.jsonl").read_text() == (whole / "validation.jsonl").read_text()
-    assert [line["step"] for line in map(json.loads, open(out / "validation.jsonl"))] == [4, 8, 10]
+    (out / "validation.jsonl").unlink()  # so that there is something left to do
+    moved = shutil.copytree(corpora / "train", tmp_path / "moved")
+    assert run(out, **knobs | {"train_data": moved})["data"]["tokenizer"] == load_tokenizer("bytes").fingerprint
+    other = knobs | {"train_data": corpora / "other"}
+    refused(ValueError, "another run: .*mv (.|\n)*train corpus: '[0-9a-f]+' there, '[0-9a-f]+' here", out, **other)
+    max(moved.glob("*.bin")).unlink()
+    refused(ValueError, "build was stopped", tmp_path / "other", **knobs | {"train_data": moved})
 
 
-def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once(monkeypatch):
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    stop = train.StopSignal()
-    for number in (signal.SIGTERM, signal.SIGTERM):
-        stop.note(number, None)
-        assert stop.number == signal.SIGTERM
-    with pytest.raises(SystemExit, match="130"):
-        stop.note(signal.SIGINT, None)
+# Finetuning
 
 
-def test_a_stop_leaves_a_checkpoint_of_the_step_it_came_in(tmp_path):
-    assert in_child(train_until, signal.SIGTERM, 5, tmp_path, {}) == STOPPED
-    assert torch.load(tmp_path / "last.pt")["step"] == len(log(tmp_path)) == 6
+def chats(path: Path, *answers: str) -> Path:
+    """A file of chats."""
+    messages = [[{"role": "user", "content": "Say it."}, {"role": "assistant", "content": a}] for a in answers]
+    path.write_text("".join(json.dumps({"messages": both}) + "\n" for both in messages))
+    return path
 
 
-@pytest.mark.parametrize("number, at", [(signal.SIGTERM, 0), (signal.SIGKILL, 1)])
-def test_best_stays_the_best_over_a_stop(tmp_path, number, at):
-    wild = dict(learning_rate=0.5, eval_interval=1, checkpoint_interval=1)  # the loss rises after the first step
-    run(tmp_path / "whole", **wild)
-    assert in_child(train_until, number, at, tmp_path / "stopped", wild) in (STOPPED, KILLED)
-    run(tmp_path / "stopped", **wild)
-    same_run(torch.load(tmp_path / "stopped" / "best.pt"), torch.load(tmp_path / "whole" / "best.pt"))
+def finetuning(**knobs) -> train.Task:
+    model_config, _, text_config, config = configs(task="finetune", **knobs)
+    return train.finetune_task(config, text_config, model_config)
 
 
-def test_a_torn_last_line_is_dropped(tmp_path):
-    in_child(train_until, signal.SIGKILL, 6, tmp_path, {"checkpoint_interval": 4})
-    with open(tmp_path / "log.jsonl", "a") as file:
-        file.write('{"step": 6, "lo')
-    run(tmp_path, checkpoint_interval=4)
-    assert [line["step"] for line in log(tmp_path)] == list(range(10))
-    (tmp_path / "short.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"st')
-    checkpoint.open_log(tmp_path / "short.jsonl", 5).close()  # torn before the checkpoint: power failed
-    assert (tmp_path / "short.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n'
+def said(task: train.Task, step: int, stream: str) -> list[list[int]]:
+    """The tokens that the loss counts, of each chat in a batch."""
+    return [row[row != IGNORE].tolist() for _, targets in task.batch(step, stream) for row in targets]
 
 
-def payload(n: int) -> dict:
-    return {"model": {"x": torch.full((1_000_000,), n, dtype=torch.int32)}, "config": {}, "n": n}
+def test_the_loss_is_on_the_answers_alone_and_padding_changes_nothing(tmp_path, start):
+    run(tmp_path / "run", max_steps=1, **of_task("finetune", start=start))
+    model, losses = checkpoint.load_model(checkpoint.read(start / "last.pt")), []
+    for i in range(8):
+        record = data_text.text_example(TextCopyConfig(text_max_length=6), i, 0)
+        ids, loss_mask = map(torch.from_numpy, load_tokenizer("bytes").chat(record["messages"]))
+        nll = F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="none")
+        losses.append(nll[loss_mask[1:]])
+    assert log(tmp_path / "run")[0]["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
-def kill_writers(path: Path) -> None:
-    """Forks a hundred processes that write to `path` for ever and kills them; what they leave must load."""
-    torch.set_num_threads(1)  # a process with threads must not fork
-    chance, torn, temporary = random.Random(0), 0, path.with_name("last.pt.tmp")
-    for _ in range(100):
-        began = time.perf_counter()
-        checkpoint.save(payload(-1), path)
-        duration = time.perf_counter() - began
-        if (writer := os.fork()) == 0:
-            try:
-                for n in itertools.count():
-                    checkpoint.save(payload(n), path)
-            finally:
-                os._exit(1)
-        time.sleep(chance.uniform(0, 3 * duration))
-        os.kill(writer, signal.SIGKILL)
-        assert os.waitpid(writer, 0)[1] == signal.SIGKILL
-        torn += temporary.exists()
-        temporary.unlink(missing_ok=True)
-        whole = checkpoint.read(path)
-        assert (whole["model"]["x"] == whole["n"]).all()
-    path.with_name("torn").write_text(str(torn))
+def test_chats_are_gone_through_in_epochs_and_those_of_validation_are_of_their_file_whatever_the_seed(tmp_path, start):
+    knobs = dict(init_from=start, batch_size=5)
+    knobs |= dict(chats=chats(tmp_path / "t", *"01234"), val_chats=chats(tmp_path / "v", *"abcdef"))
+    task, other = finetuning(**knobs), finetuning(seed=1, **knobs)
+    epochs = [said(task, step, "train") for step in range(3)]
+    assert all(sorted(epoch) == [[ord(letter), 256] for letter in "01234"] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] and said(other, 0, "train") != epochs[0]
+    assert said(task, 0, "validation") == said(other, 0, "validation")
+    assert {answer[0] for answer in said(task, 0, "validation")} < set(b"abcdef")
 
 
-def test_a_hundred_kills_never_leave_a_torn_checkpoint(tmp_path):
-    assert in_child(kill_writers, tmp_path / "last.pt") == 0
-    assert int((tmp_path / "torn").read_text()) >= 20  # so many kills came in the middle of a write
+def test_a_run_goes_on_with_chats_that_were_mended_and_not_with_more_of_them(tmp_path, start):
+    knobs, out = dict(task="finetune", init_from=start, chats=chats(tmp_path / "chats", *"01234")), tmp_path / "run"
+    run(out, **knobs)
+    (out / "validation.jsonl").unlink()
+    chats(tmp_path / "chats", *"0123", "mended")
+    assert run(out, **knobs)["step"] == 10
+    chats(tmp_path / "chats", *"012345")
+    refused(ValueError, "train chats: 5 there, 6 here", out, **knobs)
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_takes_the_name(tmp_path, monkeypatch):
-    calls = []
-    for name in ("fsync", "replace"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, real=real, name=name: calls.append(name) or real(*a))
-    checkpoint.save(payload(0), tmp_path / "last.pt")
-    assert calls[:2] == ["fsync", "replace"]
+@pytest.mark.parametrize("knob", ["chats", "val_chats"])
+def test_chats_that_are_too_long_are_refused_before_the_first_step(tmp_path, start, knob):
+    room = 400 - len("Say it.\n\n")  # the end of the answer is only a target
+    path = chats(tmp_path / "chats", "0", "1" * room)
+    knobs = dict(task="finetune", init_from=start, max_steps=1, batch_size=2) | {knob: path}
+    assert run(tmp_path / "run", **knobs)["step"] == 1
+    chats(path, *"0" * 43, "1" * (room + 1), "2" * 5000)
+    match = f"{path}: 2 of 45 chats have more than block_size=400 tokens, the first: line 44 has 401; shorten or delete"
+    refused(RuntimeError, match, tmp_path / "other", **knobs)
 
 
-def write_half(payload: dict, file) -> None:
-    file.write(b"half of it")
-    raise OSError(errno.ENOSPC, "No space left on device")
+def test_examples_that_could_be_too_long_are_refused_before_the_first_step(tmp_path, start):
+    knobs = of_task("finetune", start=start) | dict(text_max_length=500, val_chats=chats(tmp_path / "v", "0"))
+    refused(ValueError, r"copies of 500 symbols or points take 1[0-9]+ tokens, block_size=400", tmp_path / "r", **knobs)
+    lists = dict(text_task="lists", text_min_length=60, text_max_length=60)
+    with pytest.raises(ValueError, match="give a smaller --text_max_length, or --block_size=") as error:
+        finetuning(init_from=start, block_size=64, **lists)
+    promised = int(str(error.value).rpartition("=")[2])
+    task = finetuning(init_from=start, block_size=promised, batch_size=1000, seed=1, **lists)
+    assert max(tokens.shape[1] for step in range(4) for tokens, _ in task.batch(step, "train")) <= promised
 
 
-@pytest.mark.parametrize("failure", ["limit on file size", "error half-way"])
-def test_a_failing_write_leaves_the_old_checkpoint_and_no_scrap(tmp_path, monkeypatch, failure):
-    checkpoint.save(payload(1), tmp_path / "last.pt")
-    before, limits = files(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
-    if failure == "error half-way":
-        monkeypatch.setattr(torch, "save", write_half)
-    else:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
-    try:
-        with pytest.raises(RuntimeError, match=r"last.pt: cannot be written, is the disk full"):
-            checkpoint.save(payload(2), tmp_path / "last.pt")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert files(tmp_path) == before
+# Where it starts
+
+STILL = dict(learning_rate=1e-30, min_lr=0, weight_decay=0)
 
 
-# Refusals: none of them touches what is there
+def same_weights(state: dict, start: Path) -> None:
+    for name, p in torch.load(start / "last.pt")["model"].items():
+        if "rotary" not in name:
+            torch.testing.assert_close(state["model"][name], p, msg=name)
 
 
-def refused(out: Path, error: type, match: str, **knobs) -> None:
-    before = files(out)
-    with pytest.raises(error, match=match):
-        run(out, **knobs)
-    assert files(out) == before
+def test_an_encoding_stays_or_changes_as_asked_with_the_same_weights(tmp_path, start, capsys):
+    for name, knobs in (("rope", {}), ("2d-rope", {"pos_encoding": "2d-rope"}), ("h-rope", {"pos_encoding": "h-rope"})):
+        state = run(tmp_path / name, **of_task("finetune", start=start), **STILL, **knobs)
+        same_weights(state, start)
+        assert f"{tmp_path / name}: {name}, " in capsys.readouterr().out
+        config = {key: state["config"][key] for key in ("pos_encoding", *SHAPE)}
+        assert config == SHAPE | {"pos_encoding": name}  # the default of knobs that were not given is 2d-rope
+    assert {key for key in state["model"] if "rotary" in key} == {"rotary.rope.phase", "rotary.2d-rope.phase"}
 
 
-def test_a_finished_run_returns_at_once_and_changes_nothing(tmp_path, capsys):
-    run(tmp_path)
-    before = files(tmp_path)
-    run(tmp_path)
-    assert files(tmp_path) == before and "all 10 steps are done" in capsys.readouterr().out
+@pytest.mark.parametrize("task", ["copy", "pretrain"])
+def test_other_tasks_start_from_weights_too(tmp_path, corpora, start, task):
+    if task == "copy":
+        run(tmp_path, n_layer=2, max_steps=2)
+    state = run(tmp_path / "run", **of_task(task, corpora), **STILL, init_from=tmp_path if task == "copy" else start)
+    same_weights(state, tmp_path if task == "copy" else start)
+    assert state["config"]["n_layer"] == 2
 
 
-@pytest.mark.parametrize(
-    "knobs, lines",
-    [
-        ({"learning_rate": 0.02}, ["learning_rate: 0.01 there, 0.02 here"]),
-        ({"max_steps": 20, "n_layer": 2}, ["max_steps: 10 there, 20 here", "n_layer: 1 there, 2 here"]),
-        ({"max_length": 9}, ["max_length: 8 there, 9 here"]),
-        ({"seed": 1}, ["seed: 0 there, 1 here"]),
-    ],
-)
-def test_the_directory_of_another_run_is_refused_with_the_knob_named(tmp_path, knobs, lines):
-    run(tmp_path)
-    for line in lines:
-        refused(tmp_path, ValueError, f"holds another run(.|\n)*{line}", **knobs)
-
-
-def test_a_run_goes_on_with_other_knobs_that_leave_the_result_alone(tmp_path):
-    in_child(train_until, signal.SIGTERM, 5, tmp_path, {})
-    assert run(tmp_path, grad_accum=2, checkpoint_interval=2, eval_interval=2, init="resume")["step"] == 10
-
-
-def test_init_scratch_refuses_a_run_and_resume_wants_one(tmp_path):
-    refused(tmp_path / "none", FileNotFoundError, "init='resume'.*last.pt does not exist", init="resume")
-    assert not (tmp_path / "none").exists()
-    run(tmp_path / "run", init="scratch")
-    refused(tmp_path / "run", ValueError, "init='scratch'.*exists", init="scratch")
-
-
-def zero_weights(data: bytes) -> bytes:
-    weights = torch.load(io.BytesIO(data))["model"]["head.weight"].numpy().tobytes()
-    return data.replace(weights, bytes(len(weights)))
-
-
-DAMAGE = {
-    "truncated": lambda data: data[: len(data) // 2],
-    "empty": lambda data: b"",
-    "text": lambda data: b"not a checkpoint\n" * 100,
-    "zeros": lambda data: bytes(len(data)),
-    "head lost": lambda data: bytes(4096) + data[4096:],
-    "tail lost": lambda data: data[:-4096] + bytes(4096),
-    "weights zeroed": zero_weights,
-    "a name garbled": lambda data: data.replace(b"norm.weight", b"n\xffrm.weight", 1),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_checkpoint_is_refused_and_kept(tmp_path, damage):
-    run(tmp_path)
-    whole = (tmp_path / "last.pt").read_bytes()
-    assert damage(whole) != whole
-    (tmp_path / "last.pt").write_bytes(damage(whole))
-    refused(tmp_path, RuntimeError, "last.pt: (damaged|not a checkpoint)")
-
-
-@pytest.mark.parametrize(
-    "knobs, match",
-    [
-        (dict(max_length=30), "max_length=30 makes sequences of 65 tokens: block_size=64"),
-        (dict(batch_size=3, grad_accum=4), "batch_size=3: less than grad_accum=4 x 1 processes"),
-        (dict(device="cuda"), "device='cuda': not on this machine; it has cpu"),
-        (dict(max_steps=0), "max_steps=0: expected at least 1"),
-    ],
-)
-def test_impossible_settings_are_refused_before_anything_is_written(tmp_path, monkeypatch, knobs, match):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    refused(tmp_path / "run", ValueError, match, **knobs)
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_longest_string_that_fits_the_block_trains(tmp_path):
-    assert run(tmp_path, max_length=29, block_size=63, max_steps=1)["step"] == 1
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_with_the_last_checkpoint_intact(tmp_path):
-    with pytest.raises(RuntimeError, match=f"step [0-9]: loss .*(nan|inf).*{tmp_path}/last.pt"):
-        run(tmp_path, learning_rate=1e30)
-    assert torch.load(tmp_path / "last.pt")["step"] == 0 and not (tmp_path / "best.pt").exists()
-    last = torch.load(tmp_path / "last.pt")
-    last["model"]["norm.weight"][0] = math.nan
-    torch.save(last, tmp_path / "last.pt")
-    before = (tmp_path / "last.pt").read_bytes()
-    with pytest.raises(RuntimeError, match="step 0: loss nan"):
-        run(tmp_path, learning_rate=1e30, checkpoint_interval=1, eval_interval=1)
-    assert (tmp_path / "last.pt").read_bytes() == before and log(tmp_path) == []
-
-
-def test_a_gradient_that_is_not_finite_stops_the_run_before_it_reaches_a_checkpoint(tmp_path, monkeypatch):
-    make_optimizer, calls = train.make_optimizer, itertools.count()
-
-    def poisoned(model, config):
-        model.norm.weight.register_hook(lambda grad: grad * (math.inf if next(calls) == 4 else 1))
-        return make_optimizer(model, config)
-
-    monkeypatch.setattr(train, "make_optimizer", poisoned)
-    with pytest.raises(RuntimeError, match="step 4"):
-        run(tmp_path, checkpoint_interval=1)
-    assert torch.load(tmp_path / "last.pt")["step"] == 4
-    assert all(p.isfinite().all() for p in torch.load(tmp_path / "last.pt")["model"].values())
+def test_a_hugging_face_folder_is_a_start(tmp_path, start, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    saved, asked = checkpoint.read(start / "last.pt"), []
+    fake = SimpleNamespace(fingerprint=lambda folder: load_tokenizer("bytes").fingerprint)
+    fake.load = lambda folder, **changes: asked.append((folder, changes)) or checkpoint.load_model(saved, **changes)
+    monkeypatch.setitem(sys.modules, "hf", fake)
+    for _ in range(2):  # the second time it is finished
+        state = run(tmp_path / "run", **of_task("finetune", start=tmp_path), pos_encoding="h-rope", **STILL)
+    same_weights(state, start)
+    assert asked == [(tmp_path, {"pos_encoding": "h-rope"})] and state["config"]["pos_encoding"] == "h-rope"
 
 
 def test_the_config_of_a_run_passed_back_in_is_the_run(tmp_path, capsys):
-    given = configs(tmp_path, pos_encoding="h-rope", n_layer=2, min_lr=1e-4)
-    train.train(*given)
-    again = configurator.configure(*CLASSES, argv=[str(tmp_path / "config.py")])
-    assert again == given and again[0].vocab_size == len(data_copy.VOCAB)
-    train.train(*again)
-    assert "all 10 steps are done" in capsys.readouterr().out
+    start = pretrained(tmp_path / "start", freqs="uniform", freqs_learned=True)
+    state = torch.load(start / "last.pt")
+    state["model"]["rotary.rope.log_scale"] += 0.1
+    torch.save(state, start / "last.pt")
+    first = run(tmp_path / "run", **of_task("finetune", start=start))
+    for name in ("run", "again"):
+        given, argv = set(), [str(tmp_path / "run" / "config.py"), f"--out_dir={tmp_path / name}"]
+        train.train(*configurator.configure(*train.CONFIGS, argv=argv, given=given), given=given)
+        assert ("all 10 steps are done" in capsys.readouterr().out) == (name == "run")
+    again = torch.load(tmp_path / "again" / "last.pt")["model"]
+    torch.testing.assert_close(again, first["model"], rtol=0, atol=0)
+
+
+def test_weights_of_another_vocabulary_or_tokenizer_are_no_start(tmp_path, start):
+    run(tmp_path / "copies", max_steps=1, block_size=400)
+    state = torch.load(start / "last.pt") | {"data": {"tokenizer": {"size": 257, "sha256": "0"}}}
+    checkpoint.save(state, tmp_path / "other" / "last.pt")
+    for where in (tmp_path / "copies", tmp_path / "other"):
+        knobs = of_task("finetune", start=where)
+        refused(ValueError, f"{where} was trained with another tokenizer", tmp_path / "run", **knobs)
+    match = f"{start} was trained with another vocabulary"
+    refused(ValueError, match, tmp_path / "run", init_from=start, **SHAPE)
+
+
+# What it refuses
+
+
+IMPOSSIBLE = {
+    "copy": [
+        (dict(max_length=30), "max_length=30 makes sequences of 65 tokens: block_size=64 is too short"),
+        (dict(batch_size=3, grad_accum=4), "batch_size=3: expected at least grad_accum=4 x 1 processes"),
+        (dict(device="cuda"), "device='cuda': not on this machine; it has cpu"),
+        (dict(vocab_size=30), "vocab_size=30: the data has 37 tokens"),
+        (dict(seed=2**63), r"seed=9223372036854775808: expected 0 to 2\^63 - 1"),
+        (dict(seed=-1), "seed=-1: expected 0"),
+        (dict(freqs="uniform", freqs_seed=2**64), "freqs_seed=18446744073709551616"),
+        (dict(grad_clip=-1.0), "grad_clip=-1.0"),
+        (dict(out=Path("a,b")), "out_dir='a,b': expected no comma"),
+        # knobs that would do nothing
+        (dict(train_data="x"), "train_data='x': task='copy' does not use it, pretrain does"),
+        (dict(chats="x"), "chats='x': task='copy' does not use it, finetune does"),
+        (dict(grid_steps=5), "grid_steps=5 needs .*auto-2d-rope"),
+        (AUTO | dict(auto_gate="sigmoid"), "grid_steps=5 needs .*auto-2d-rope"),
+        (AUTO | dict(tie_weights=True), "grid_steps=5 with tie_weights=True"),
+        (AUTO | dict(grid_steps=10), "grid_steps=10 of max_steps=10"),
+    ],
+    "pretrain": [
+        (dict(train_data=""), "needs --train_data=DIR and --val_data=DIR"),
+        (dict(val_chats="x"), "val_chats='x': task='pretrain' does not use it, finetune does"),
+        (dict(train_data="nowhere"), "no shards .*nowhere"),
+        (dict(block_size=40), "has sequences of 48 tokens: give --block_size=48"),
+        (dict(eval_steps=1000), "val has [0-9]+ sequences, 8000 are needed: lower eval_steps or batch_size"),
+        (dict(vocab_size=200), "vocab_size=200: the data has 257 tokens"),
+        (dict(tokenizer="none"), "tokenizer='none'"),
+        (dict(tokenizer="other"), "built with another tokenizer, bytes"),
+    ],
+    "finetune": [
+        (dict(init_from=""), "needs --init_from=DIR"),
+        (dict(init_from="nowhere"), "nowhere: no such checkpoint"),
+        (dict(n_layer=3), "n_layer.*do not fit: .*blocks.2"),
+        (dict(n_embd=64), "n_embd.*do not fit"),
+        (dict(pos_encoding="auto-2d-rope"), "do not fit: .*grid"),
+        (dict(chats="none.jsonl"), "none.jsonl"),
+        (AUTO | dict(init_from="auto"), "grid_steps=5 with init_from"),  # it would draw them anew
+    ],
+}
+
+
+@pytest.mark.parametrize("task, knobs, match", [(task, *case) for task, cases in IMPOSSIBLE.items() for case in cases])
+def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch, corpora, start, task, knobs, match):
+    monkeypatch.chdir(tmp_path)
+    if knobs.get("init_from") == "auto":
+        pretrained(tmp_path / "auto", "auto-2d-rope")
+    if knobs.get("tokenizer") == "other":
+        other = SimpleNamespace(fingerprint={"size": 5, "sha256": "0"}, token_bytes=[b"a"] * 5)
+        monkeypatch.setattr(train, "load_tokenizer", lambda name: other)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    missing = {"nowhere", "none", "none.jsonl"} & set(map(str, knobs.values()))
+    knobs = {"out": tmp_path / "run"} | of_task(task, corpora, start) | knobs
+    refused(FileNotFoundError if missing else ValueError, match, **knobs)
+
+
+def test_what_just_fits_is_trained(tmp_path):
+    assert run(tmp_path / "a", max_length=29, block_size=63, max_steps=1)["step"] == 1
+    assert run(tmp_path / "b", vocab_size=64, max_steps=1)["model"]["embed.weight"].shape == (64, 16)
+
+
+@pytest.mark.parametrize("at", [0, 4])
+def test_a_gradient_that_is_not_finite_stops_the_run_at_the_last_good_step(tmp_path, monkeypatch, at):
+    make_optimizer, calls = train.make_optimizer, itertools.count()
+
+    def poisoned(model, config):
+        model.norm.weight.register_hook(lambda grad: grad * (math.inf if next(calls) == at else 1))
+        return make_optimizer(model, config)
+
+    run(tmp_path / "whole")
+    monkeypatch.setattr(train, "make_optimizer", poisoned)
+    out = tmp_path / "run"
+    with pytest.raises(RuntimeError, match=f"step {at}: loss [0-9.]+, gradient norm (nan|inf); {out}/last.pt has"):
+        run(out, checkpoint_interval=3)
+    assert torch.load(out / "last.pt")["step"] == at and not (out / "best.pt").exists()
+    monkeypatch.setattr(train, "make_optimizer", make_optimizer)
+    torch.testing.assert_close(run(out)["model"], torch.load(tmp_path / "whole" / "last.pt")["model"], rtol=0, atol=0)
+
+
+# What it writes
+
+
+def test_the_folder_of_a_run_says_what_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "peak_flops", lambda device: 1e12)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--this=that"])
+    run(tmp_path, grad_accum=2, eval_interval=4)
+    names = ["best.pt", "config.py", "last.pt", "log.jsonl", "run.json", "validation.jsonl"]
+    assert sorted(files(tmp_path)) == names
+    facts, lines = json.loads((tmp_path / "run.json").read_text()), log(tmp_path)
+    state = torch.load(tmp_path / "last.pt")
+    model = checkpoint.load_model(state)
+    assert (facts["command"], facts["processes"], facts["device"]) == (["train.py", "--this=that"], 1, "cpu")
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    assert facts["data"] == state["data"] == {"vocabulary": data_copy.VOCAB} and facts["torch"] == torch.__version__
+    assert [line["step"] for line in lines] == list(range(10))
+    assert [line["step"] for line in log(tmp_path, "validation")] == [4, 8, 10]
+    for line in lines:
+        assert line["lr"] == train.learning_rate(configs()[-1], line["step"]) > 0
+        batch = data_copy.copy_batch(configs()[1], 8, line["step"], 0, pieces=2)
+        tokens, pairs = (sum(t.size * t.shape[1] ** power for t, _ in batch) for power in (0, 1))
+        assert line.keys() == {"step", "loss", "lr", "grad_norm", "ms", "tokens_per_s", "mfu"}
+        assert line["tokens_per_s"] * line["ms"] / 1e3 == pytest.approx(tokens, rel=1e-2)
+        assert line["mfu"] == pytest.approx(model.flops(tokens, pairs) / line["ms"] / 1e9, abs=1e-4)
+
+
+def test_flops_are_what_torch_counts():
+    config = ModelConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=32, head_dim=16, vocab_size=50, mlp_dim=80)
+    model, tokens = Decoder(config, torch.zeros(50)), torch.zeros(2, 30, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, tokens).backward()
+    assert counter.get_total_flops() == model.flops(60, 60 * 30)
+
+
+def test_wandb_gets_all_losses_in_one_run_that_goes_on(tmp_path, monkeypatch):
+    knobs, starts, lines = dict(wandb="project", eval_interval=5), [], []
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused(ValueError, "wandb='project': not installed, pip install wandb", tmp_path / "run", **knobs)
+    fake = SimpleNamespace(log=lambda line, step: lines.append({"step": step} | line))
+    fake.init = lambda **about: starts.append(about["id"]) or fake
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run(tmp_path / "run", **knobs)
+    (tmp_path / "run" / "validation.jsonl").unlink()
+    run(tmp_path / "run", **knobs)  # validates once more
+    assert len(starts) == 2 and starts[0] == starts[1]
+    assert [line["step"] for line in lines if "grad_norm" in line] == list(range(10))
+    assert [line["step"] for line in lines if "val_loss" in line] == [5, 10, 10]
+
+
+SIZES = {"350m": (459, 360), "730m": (877, 729), "1.4b": (1613, 1416)}  # millions, with 128,256 and 32,000 tokens
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parameters_of_the_sizes(size, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = configurator.configure(*train.CONFIGS, argv=["config/pretrain.py", f"config/{size}.py"])[0]
+    for config.vocab_size, millions in zip((128_256, 32_000), SIZES[size], strict=True):
+        with torch.device("meta"):
+            model = Decoder(config, torch.zeros(config.vocab_size))
+        assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions

@@ -1,0 +1,364 @@
+"""Hugging Face folders in and out, for transformers 4.57 and 5. Needs safetensors.
+
+    model = hf.load("Qwen3-0.6B", pos_encoding="h-rope", rope_theta=None)  # RoPE's weights, another encoding
+    hf.save(model, "Qwen3-0.6B", "out/h-rope-hf")      # hf.load and --init_from read it, and
+    AutoModelForCausalLM.from_pretrained("out/h-rope-hf", trust_remote_code=True)
+    python hf.py --run=out/350m --out_dir=out/350m-hf  # from a run of train.py
+
+RoPE with QK-norm is written as Qwen3, which transformers knows; all else with the code that it then runs,
+modeling_nano2d.py and rope2d.py. Weights have Qwen3's names: q, k, v are apart, and gate and up; here they are rows of
+one matrix.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import checkpoint
+import configurator
+import rope2d
+from model import Decoder, ModelConfig
+from sample import tokenizer_of
+from tokenizer import Tokenizer, load_tokenizer
+
+SIZES = {  # ModelConfig's names, and Qwen3's
+    "vocab_size": "vocab_size",
+    "n_embd": "hidden_size",
+    "mlp_dim": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "block_size": "max_position_embeddings",
+}
+QWEN3 = {"qk_norm": True, "freqs": "geometric", "freqs_learned": False, "rotary_fraction": 1.0, "logit_scale": "none"}
+# What a config.json of Qwen3 may say, and transformers' values for what it leaves out
+KNOWN = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0, "use_sliding_window": False}
+DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
+
+# Tokenizer.chat as a template. Tokenizer.chat encodes each text apart, which makes a difference only where one begins
+# with a line break, and with GPT-2's older pattern where one follows a turn that is not the assistant's.
+CHATML = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+CHATML += "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+PARAGRAPHS = "{% for message in messages %}{{ message.content }}"
+PARAGRAPHS += "{{ eos_token if message.role == 'assistant' else '\n\n' }}{% endfor %}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """FileNotFoundError, or RuntimeError for a file that holds no JSON object."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected a Hugging Face folder of Qwen3, or one of hf.save")
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise RuntimeError(f"{path}: damaged, expected a JSON object: fetch it again ({error})") from error
+
+
+def read_ours(path: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """ModelConfig's values in a config.json of `save`."""
+    names = asdict(ModelConfig())
+    if missing := names.keys() - found.keys():
+        raise RuntimeError(f"{path}: no {', '.join(sorted(missing))} in it: put that back, or export the model again")
+    return {name: found[name] for name in names}
+
+
+def read_qwen3(path: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """ModelConfig's values in a config.json of Qwen3, of the old style or the new. ValueError for what Decoder cannot
+    express."""
+    found = {**DEFAULTS, **found}
+    if found.get("model_type") != "qwen3":
+        raise ValueError(f"{path}: model_type={found.get('model_type')!r}: expected 'qwen3', or 'nano2d' of hf.save")
+    for key, only in {**KNOWN, "quantization_config": None}.items():
+        if found.get(key) not in (only, None):
+            raise ValueError(f"{path}: {key}={found[key]!r}: this decoder only knows {only!r}")
+    if set(found.get("layer_types") or ()) - {"full_attention"}:
+        raise ValueError(f"{path}: layer_types={found['layer_types']!r}: this decoder only knows 'full_attention'")
+    theta = found.get("rope_theta") or rope2d.THETA["rope"]
+    for key in ("rope_scaling", "rope_parameters"):  # the old style and the new
+        rope = found.get(key) or {}
+        if rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise ValueError(f"{path}: {key}={rope!r}: this decoder only knows rope_type 'default'")
+        theta = rope.get("rope_theta", theta)
+    values = {**QWEN3, "pos_encoding": "rope", "rope_theta": float(theta), "norm_eps": found["rms_norm_eps"]}
+    values["tie_weights"] = found.get("tie_word_embeddings", False)
+    for name, key in SIZES.items():
+        values[name] = found.get(key)
+    return values
+
+
+def tensors(model: Decoder) -> dict[str, Tensor]:
+    """What a folder holds of a model: views, so that what is copied into them is in the model."""
+    found = {"model.embed_tokens.weight": model.embed.weight, "model.norm.weight": model.norm.weight}
+    if not model.config.tie_weights:
+        found["lm_head.weight"] = model.head.weight
+    for i, block in enumerate(model.blocks):
+        attention, mlp, at = block.attention, block.mlp, f"model.layers.{i}"
+        heads = [attention.H, attention.Hkv, attention.Hkv]
+        q, k, v = attention.qkv.weight.split([n * attention.D for n in heads])
+        gate, up = mlp.gate_up.weight.chunk(2)
+        found[f"{at}.self_attn.q_proj.weight"] = q
+        found[f"{at}.self_attn.k_proj.weight"] = k
+        found[f"{at}.self_attn.v_proj.weight"] = v
+        found[f"{at}.self_attn.o_proj.weight"] = attention.out.weight
+        if model.config.qk_norm:
+            found[f"{at}.self_attn.q_norm.weight"] = attention.q_norm.weight
+            found[f"{at}.self_attn.k_norm.weight"] = attention.k_norm.weight
+        if attention.log_n:
+            found[f"{at}.self_attn.log_n_scale"] = attention.log_n_scale
+        found[f"{at}.mlp.gate_proj.weight"] = gate
+        found[f"{at}.mlp.up_proj.weight"] = up
+        found[f"{at}.mlp.down_proj.weight"] = mlp.out.weight
+        found[f"{at}.input_layernorm.weight"] = block.attention_norm.weight
+        found[f"{at}.post_attention_layernorm.weight"] = block.mlp_norm.weight
+    for name, part in model.state_dict().items():
+        if name.startswith(("rotary.", "newlines")):
+            found[f"model.{name}"] = part
+    return {name: part.detach() for name, part in found.items()}
+
+
+def read_weights(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
+    """File, name and value of each tensor: in model.safetensors, or in the shards that its index names.
+    FileNotFoundError for a missing file, RuntimeError for a damaged one."""
+    safetensors, files, index = import_safetensors(), [folder / "model.safetensors"], "model.safetensors.index.json"
+    if not files[0].is_file() and (folder / index).is_file():
+        shards = dict(read_json(folder / index).get("weight_map") or {}).values()
+        files = [folder / shard for shard in sorted(set(shards))]
+    for path in files:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; weights are read from safetensors, whole or sharded")
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                for name in file.keys():
+                    yield path, name, file.get_tensor(name)
+        except safetensors.SafetensorError as error:
+            raise RuntimeError(f"{path}: damaged, or not safetensors: fetch it again ({error})") from error
+
+
+def read_newlines(folder: Path, vocab_size: int) -> Tensor:
+    """Line breaks in each token (vocab_size,), none without tokenizer.json. RuntimeError for too many tokens in it."""
+    if not (folder / "tokenizer.json").exists():
+        return torch.zeros(vocab_size)
+    token_bytes = load_tokenizer(str(folder)).token_bytes
+    if len(token_bytes) > vocab_size:
+        given = f"{len(token_bytes)} tokens, but config.json has vocab_size={vocab_size}"
+        raise RuntimeError(f"{folder / 'tokenizer.json'}: {given}: put the model's own there")
+    return rope2d.newline_table(token_bytes, vocab_size)
+
+
+def load(folder: str | Path, device: str | torch.device = "cpu", **changes) -> Decoder:
+    """The model in a folder of Qwen3 or of `save`, in float32. `changes` replace values of ModelConfig that leave the
+    weights' shapes alone; what an encoding adds (gates, frequencies, scales) is as at the start of training. rope_theta
+    stays the folder's unless changed: None is the encoding's own.
+
+    ValueError for a config that Decoder cannot express and for a change of shapes, FileNotFoundError for a missing
+    file, RuntimeError for a damaged one, and for tensors that are missing, surplus or of another shape.
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
+    facts = read_json(path)
+    ours = facts.get("model_type") == "nano2d"
+    values = read_ours(path, facts) if ours else read_qwen3(path, facts)
+    for name, key in SIZES.items():
+        nullable = name in ("n_kv_head", "head_dim")
+        if not isinstance(values[name], int) and not (nullable and values[name] is None):
+            raise RuntimeError(f"{path}: {name if ours else key}={values[name]!r}: expected a whole number")
+    for name in {*SIZES, "tie_weights", "qk_norm"} - {"block_size"}:
+        if name in changes and changes[name] != values[name]:
+            raise ValueError(f"{name}={changes[name]!r}: the weights in {folder} have {name}={values[name]!r}")
+    config = ModelConfig(**{**values, **changes})
+    model = Decoder(config, torch.zeros(config.vocab_size) if ours else read_newlines(folder, config.vocab_size))
+
+    def starts_anew(name: str) -> bool:
+        if "rotary." in name:
+            return not ours or bool(checkpoint.FREQUENCIES & changes.keys())
+        return name.endswith("log_n_scale") and values["logit_scale"] == "none" or name == "model.newlines" and not ours
+
+    left = {name: home for name, home in tensors(model).items() if not starts_anew(name)}
+    head = left.setdefault("lm_head.weight", torch.empty_like(model.embed.weight))  # Qwen3-0.6B has it although tied
+    for file, name, found in read_weights(folder):
+        if starts_anew(name):
+            continue
+        if name not in left:
+            raise RuntimeError(f"{file}: {name} is surplus, or there twice: config.json asks for no such")
+        home = left.pop(name)
+        if home.shape != found.shape or home.is_floating_point() != found.is_floating_point():
+            expected = f"{'real' if home.is_floating_point() else 'whole'} numbers, {list(home.shape)}"
+            raise RuntimeError(f"{file}: {name} is {found.dtype} {list(found.shape)}: expected {expected}")
+        if name.endswith(".phase") and config.freqs == "geometric" and ((home - found).abs() > 2**32).any():  # rounding
+            hint = "put the weights' own there, or give `load` another"
+            raise RuntimeError(f"{path}: rope_theta={config.rope_theta} is not that of {file}: {hint}")
+        home.copy_(found)
+    if config.tie_weights and left.pop("lm_head.weight", None) is None and not torch.equal(head, model.embed.weight):
+        raise RuntimeError(f"{folder}: lm_head.weight differs from the embedding, but config.json says they are tied")
+    if left:
+        raise RuntimeError(f"{folder}: no tensor {', '.join(left)} in its weights: fetch them again")
+    if "2d-rope" in rope2d.layer_encodings(config.pos_encoding, config.n_layer) and not model.newlines.any():
+        hint = f"put the model's own {folder / 'tokenizer.json'}"
+        raise ValueError(f"pos_encoding={config.pos_encoding!r} needs to know line breaks: {hint}")
+    if "tokenizer_fingerprint" in facts and (folder / "tokenizer.json").exists():
+        if lines := configurator.diff(facts["tokenizer_fingerprint"], fingerprint(folder)):
+            raise RuntimeError(f"{folder}: tokenizer.json is not the model's: {'; '.join(lines)}: put its own there")
+    return model.to(device)
+
+
+def fingerprint(folder: str | Path) -> dict[str, Any]:
+    """Of the folder's tokenizer: see Tokenizer. Raises as load_tokenizer."""
+    return load_tokenizer(str(folder)).fingerprint
+
+
+def save(model: Decoder, tokenizer: str | list[str] | None, folder: str | Path) -> None:
+    """Writes a folder that transformers and `load` read: no file is ever half there, and config.json comes last.
+
+    tokenizer: what load_tokenizer takes, or the words of a copy run's vocabulary; None: none is written. ValueError for
+    a model that learns its grid and for a tokenizer that is not the model's, RuntimeError for a file that cannot be
+    written.
+    """
+    safetensors, c, folder = import_safetensors(), model.config, Path(folder)
+    encodings = set(rope2d.layer_encodings(c.pos_encoding, c.n_layer))
+    if "auto-2d-rope" in encodings:
+        hint = "transformers' position ids cannot say what a learned grid is; eval.py and sample.py read the run itself"
+        raise ValueError(f"pos_encoding={c.pos_encoding!r} cannot be exported: {hint}")
+    qwen3 = encodings == {"rope"} and all(getattr(c, name) == only for name, only in QWEN3.items())
+    files = {} if tokenizer is None else tokenizer_files(tokenizer, model)
+    if not qwen3:
+        for name in ("modeling_nano2d.py", "rope2d.py"):
+            files[name] = Path(__file__).with_name(name).read_bytes()
+    weights = {name: part.cpu() for name, part in tensors(model).items() if not qwen3 or name.endswith(".weight")}
+    files["model.safetensors"] = safetensors.torch.save(weights, {"format": "pt"})
+    for name, content in files.items():
+        with configurator.atomic(folder / name) as file:
+            file.write(content)
+    config = config_json(model, qwen3)
+    if isinstance(tokenizer, str):
+        load_tokenizer.cache_clear()  # it may know the tokenizer that was here before
+        config["tokenizer_fingerprint"] = fingerprint(folder)
+    configurator.write_json(folder / "config.json", config)
+
+
+def config_json(model: Decoder, qwen3: bool) -> dict[str, Any]:
+    values = asdict(model.config)
+    values["n_kv_head"], values["head_dim"] = model.config.kv_heads, model.config.head_size
+    values["mlp_dim"] = model.blocks[0].mlp.out.in_features
+    values["dtype"] = values["torch_dtype"] = str(model.embed.weight.dtype).removeprefix("torch.")  # 4.56 renamed it
+    if not qwen3:
+        auto = {"AutoConfig": "Config", "AutoModelForCausalLM": "ForCausalLM"}
+        values["auto_map"] = {name: f"modeling_nano2d.Nano2D{end}" for name, end in auto.items()}
+        return {"architectures": ["Nano2DForCausalLM"], "model_type": "nano2d", **values}
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "sliding_window": None, **KNOWN}
+    for name, key in {**SIZES, "norm_eps": "rms_norm_eps", "tie_weights": "tie_word_embeddings"}.items():
+        config[key] = values[name]
+    config["dtype"] = config["torch_dtype"] = values["dtype"]
+    config["initializer_range"] = values["init_std"]
+    config["rope_theta"] = values["rope_theta"] or rope2d.THETA["rope"]  # 5 looks in rope_parameters
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    return config
+
+
+def tokenizer_files(tokenizer: str | list[str], model: Decoder) -> dict[str, bytes]:
+    """Contents of tokenizer.json, tokenizer_config.json and generation_config.json."""
+    c = model.config
+    if isinstance(tokenizer, list):
+        token_bytes, template = [b"\n" if word == "<n>" else word.encode() for word in tokenizer], None
+        contents, eos, pad = json.dumps(word_level(tokenizer)).encode(), "<n>", "<pad>"  # a copy ends with its line
+        ends = [tokenizer.index(eos), tokenizer.index(pad)]
+    else:
+        ours, own = load_tokenizer(tokenizer), Path(tokenizer) / "tokenizer.json"
+        contents = own.read_bytes() if own.is_file() else json.dumps(byte_level_bpe(ours)).encode()
+        token_bytes, template = ours.token_bytes, PARAGRAPHS if ours.im_end is None else CHATML
+        eos = pad = ours.decode([ours.eos])
+        ends = [ours.eos] if ours.im_end is None else [ours.im_end, ours.eos]
+    fits = len(token_bytes) <= c.vocab_size
+    if fits and "2d-rope" in rope2d.layer_encodings(c.pos_encoding, c.n_layer):
+        fits = torch.equal(rope2d.newline_table(token_bytes, c.vocab_size), model.newlines.cpu())
+    if not fits:
+        given = f"{len(token_bytes)} tokens for vocab_size={c.vocab_size}, or other line breaks than the model's"
+        raise ValueError(f"tokenizer={tokenizer!r}: {given}: give the one that it was trained with")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos,
+        "pad_token": pad,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": c.block_size,
+        "chat_template": template,
+    }
+    generation = {"eos_token_id": ends, "pad_token_id": ends[-1]}
+    return {
+        "tokenizer.json": contents,
+        "tokenizer_config.json": json.dumps(settings, indent=1).encode(),
+        "generation_config.json": json.dumps(generation).encode(),
+    }
+
+
+def word_level(words: list[str]) -> dict[str, Any]:
+    """tokenizer.json for words with blanks between them, as data_copy.text writes them. Another word is an error."""
+    model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "an unknown word"}
+    return {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+
+
+def byte_level_bpe(ours: Tokenizer) -> dict[str, Any]:
+    """tokenizer.json of a tiktoken encoding, which joins any two tokens that make one, lowest rank first, and leaves
+    a word that is one whole."""
+    ranks, specials = ours.encoding._mergeable_ranks, ours.encoding._special_tokens
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2 writes as they are
+    letters = {byte: chr(byte) for byte in plain}
+    for byte in range(256):
+        letters.setdefault(byte, chr(256 + byte - sum(other < byte for other in plain)))
+    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        halves = [(token[:n], token[n:]) for n in range(1, len(token))]
+        known = [(ranks[a], ranks[b], a, b) for a, b in halves if a in ranks and b in ranks]
+        merges += [(spelled[a], spelled[b]) for _, _, a, b in sorted(known)]
+    flags = {"special": True, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
+    pattern = ours.encoding._pat_str.replace("{1,3}+", "{1,3}")  # cl100k's possessive count, which changes nothing
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    vocab = {spelled[token]: rank for token, rank in ranks.items()} | specials  # in vocab too, or they get other ids
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": content, **flags} for content, i in specials.items()],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True},
+    }
+
+
+def import_safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise RuntimeError("Hugging Face's weights need safetensors: pip install safetensors") from error
+    return safetensors
+
+
+@dataclass
+class ExportConfig:
+    """Export"""
+
+    run: str = ""  # run directory or checkpoint file
+    checkpoint: Literal["last", "best"] = "last"  # which of a run directory's
+    tokenizer: str | None = None  # where the run's tokenizer is now; None: where it was in training
+    out_dir: str = ""  # the folder to write
+
+
+def main() -> None:
+    config = configurator.configure(ExportConfig, doc=__doc__)
+    if not config.run or not config.out_dir:
+        raise ValueError("nothing to do: give --run=out/350m --out_dir=out/350m-hf")
+    model, trained = checkpoint.load_run(config.run, config.checkpoint)
+    tokenizer = trained["data"].get("vocabulary")  # of a copy run
+    if tokenizer is None:
+        tokenizer_of(config.run, trained, config.tokenizer)  # ValueError for another than the run's
+        tokenizer = config.tokenizer or trained["tokenizer"]
+    save(model, tokenizer, config.out_dir)
+    print(f"{config.out_dir}: written; transformers reads it, with trust_remote_code=True")
+
+
+if __name__ == "__main__":
+    configurator.run_cli(main)

@@ -1,0 +1,245 @@
+"""sample.py: greedy text against full forwards, the fast step against the slow one, samples against probabilities."""
+
+import io
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from test_model import FIXED, build, close, patterns, random_tokens
+
+import checkpoint
+import rope2d
+import sample
+import train
+from model import Decoder, ModelConfig
+from sample import FastStep, choose_token, generate
+from tokenizer import load_tokenizer
+
+
+@patterns
+def test_greedy_generation_is_the_argmax_of_full_forwards(pattern):
+    m, prompts = build(pattern, n_kv_head=2), [[7, 1, 2], [4], [1, 2, 7, 7, 5, 6, 8, 1, 0]]
+    steps = torch.stack(list(generate(m, prompts, 12)), dim=1)
+    assert steps.shape == (3, 12) and steps.dtype == torch.int64
+    for prompt, new in zip(prompts, steps.tolist(), strict=True):
+        sequence = list(prompt)
+        for _ in range(12):
+            sequence.append(int(m(torch.tensor([sequence]))[0, -1].argmax()))
+        assert new == sequence[len(prompt) :]
+
+
+SETTINGS = {
+    "plain": {},
+    "one key head": dict(n_kv_head=1, logit_scale="log_n"),
+    "qk_norm": dict(n_kv_head=2, qk_norm=True, tie_weights=True, grid_reset=4),
+    "learned": dict(qk_norm=True, freqs="uniform", freqs_learned=True, rotary_fraction=0.5, logit_scale="log_n"),
+}
+
+
+@pytest.mark.parametrize("pattern", [*FIXED, "alibi+rope"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_fast_step_gives_the_states_of_the_full_forward(pattern, settings):
+    if "2d-rope" not in rope2d.layer_encodings(pattern, 3):
+        settings = {name: value for name, value in settings.items() if name != "grid_reset"}
+    m, tokens, pad = build(pattern, **settings), random_tokens(3, 30), torch.tensor([0, 9, 4])
+    for prompt, padding, atol in ((12, pad, 1e-4), (0, None, 1e-4), (12, pad, 1e-6)):
+        m = m.double() if atol < 1e-4 else m
+        cache, other = m.new_cache(30), m.new_cache()
+        expected = m.hidden(tokens, other, padding)
+        m.prefill(tokens[:, :prompt], cache, padding)
+        with torch.inference_mode():
+            step = FastStep(m, cache, 3)
+            states = torch.stack([step(token) for token in tokens[:, prompt:].unbind(1)], 1)
+        close(states, expected[:, prompt:], atol)
+        assert cache.length == 30 and torch.equal(cache.state, other.state)
+        for mine, theirs in zip(cache.keys + cache.values, other.keys + other.values, strict=True):
+            close(mine[0, :, :30], theirs[0, :, :30], atol)
+
+
+@pytest.mark.parametrize("pattern", [*FIXED, "auto-2d-rope", "auto-2d-rope sigmoid"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_generation_takes_fast_steps_wherever_they_fit(pattern, autocast, monkeypatch):
+    m, prompts, lengths, hidden = build(pattern, n_kv_head=2), [[7, 1, 2], [4]], [], Decoder.hidden
+    monkeypatch.setattr(Decoder, "hidden", lambda *a, **k: [lengths.append(a[1].shape[1]), hidden(*a, **k)][1])
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert len(list(generate(m, prompts, 5))) == 5
+    assert lengths == ([2, 1, 1, 1, 1, 1] if autocast or "auto" in pattern else [2])
+
+
+@pytest.mark.parametrize("pattern", FIXED)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_bfloat16_steps_are_as_close_to_float32_as_the_full_forward(pattern, qk_norm):
+    m, tokens = build(pattern, n_kv_head=2, init_std=0.1, qk_norm=qk_norm), random_tokens(2, 30)
+    exact, cache = m.hidden(tokens), m.new_cache()
+    whole = m.bfloat16().hidden(tokens)
+    with torch.inference_mode():
+        step = FastStep(m, cache, 2)
+        states = torch.stack([step(token) for token in tokens.unbind(1)], 1)
+    assert states.dtype == torch.bfloat16 and cache.keys[0].dtype == torch.bfloat16
+    errors = [(x.float() - exact).square().mean().sqrt() for x in (states, whole)]
+    assert errors[0] < 1.3 * errors[1] < 0.04 * exact.std(), errors
+
+
+def test_generation_makes_room_once_and_never_copies_its_cache(monkeypatch):
+    m, caches, places, new_cache = build(), [], set(), Decoder.new_cache
+    monkeypatch.setattr(Decoder, "new_cache", lambda *a: [caches.append(new_cache(*a)), caches[-1]][1])
+    for _ in generate(m, [[7, 1, 2]], 40):
+        places.add((*(t.data_ptr() for t in caches[0].keys + caches[0].values), caches[0].keys[0].shape[2]))
+    assert len(places) == 1 and places.pop()[-1] == 42  # the last token needs no place
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(24,), (5, 24)])
+def test_fast_norms_follow_the_formula(dtype, shape):
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(3, 5, 24, generator=g), torch.rand(shape, generator=g)
+    x[0] *= 1e-3  # as small as eps
+    x[1], x[2, 0] = 1e4 * x[1], 0
+    x, weight = x.to(dtype), weight.to(dtype)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    result = sample.fast_norm(weight, 1e-6)(x)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), expected, rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
+# Sampling
+
+
+def test_generation_is_a_function_of_its_seed_and_of_top_k():
+    m, prompts = build(), [[1, 2, 3], [4]]
+
+    def run(**how):
+        return torch.stack(list(generate(m, prompts, 15, **how))).tolist()
+
+    assert run(temperature=2.0, seed=1) == run(temperature=2.0, seed=1) != run(temperature=2.0, seed=2)
+    assert run(temperature=2.0, top_k=1, seed=1) == run(temperature=2.0, top_p=1e-9) == run()
+
+
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p, kept",
+    [
+        (1.0, None, None, 5),
+        (2.5, None, None, 5),
+        (0.5, 3, None, 3),
+        (1.0, None, 0.65, 2),  # 0.4 + 0.3 reaches 0.65
+        (1.0, None, 0.71, 3),
+        (1.0, None, 1e-9, 1),
+        (1.0, 4, 0.75, 3),  # top_p of what top_k leaves: 0.4 + 0.3 of 0.95 is below 0.75
+    ],
+)
+def test_samples_follow_the_truncated_distribution(temperature, top_k, top_p, kept):
+    n, p = 20_000, torch.tensor([0.15, 0.4, 0.05, 0.3, 0.1], dtype=torch.float64)
+    drawn = choose_token(p.log().float().expand(n, -1), temperature, top_k, top_p, torch.Generator().manual_seed(3))
+    expected = p ** (1 / temperature)
+    expected[p.argsort(descending=True)[kept:]] = 0
+    expected /= expected.sum()
+    share = torch.bincount(drawn, minlength=5) / n
+    assert ((share - expected).abs() <= 5 * (expected * (1 - expected) / n).sqrt() + 1e-9).all(), share
+
+
+@pytest.mark.parametrize(
+    "prompts, n, how, named",
+    [
+        ([[1]], 2, dict(top_p=0.0), "top_p=0.0"),
+        ([[1]], 2, dict(top_p=1.5), "top_p=1.5"),
+        ([[1]], 2, dict(top_k=0), "top_k=0"),
+        ([[1]], 2, dict(temperature=-1.0), "temperature=-1.0"),
+        ([[1] * 60, [1]], 6, {}, "65 tokens .* block_size=64"),
+        ([[1], []], 5, {}, "an empty prompt"),
+        ([], 5, {}, "an empty prompt"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(prompts, n, how, named):
+    with pytest.raises(ValueError, match=named):
+        list(generate(build(), prompts, n, **{"temperature": 1.0} | how))
+    if how == {} and prompts:
+        assert len(list(generate(build(), [[1] * 60, [1]], 5))) == 5  # 64: the last one is not read again
+
+
+# The script
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """A run of a model of bytes that knows one text: an end of sequence, "Hi é" and a line break, the end again."""
+    out, tokenizer, text = tmp_path_factory.mktemp("runs") / "chain", load_tokenizer("bytes"), [256, *"Hi é\n".encode()]
+    torch.manual_seed(0)
+    config = ModelConfig(n_embd=64, vocab_size=257, block_size=300, init_std=1.0)  # blocks start as the identity
+    model = Decoder(config, rope2d.newline_table(tokenizer.token_bytes))
+    with torch.no_grad():
+        model.head.weight[[*text[1:], text[0]]] = 3 * model.embed.weight[text]
+    knobs = {name: value for part in train.CONFIGS for name, value in asdict(part()).items()}
+    knobs |= asdict(config) | {"task": "pretrain", "tokenizer": "bytes"}
+    saved = {"model": model.state_dict(), "config": knobs, "step": 5, "data": {"tokenizer": tokenizer.fingerprint}}
+    checkpoint.save(saved, out / "last.pt")
+    model.head.weight.data.zero_()
+    checkpoint.save(saved | {"model": model.state_dict()}, out / "best.pt")
+    return out
+
+
+def written(chain, monkeypatch, capsys, *flags: str, stdin: str = "") -> str:
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"--run={chain}", "--device=cpu", *flags])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    sample.main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, stdin, text",
+    [
+        (["--prompt=say H"], "", "say Hi é\n\n"),  # it ends at the end of the text
+        ([], "", "Hi é\n\n"),  # and begins after one
+        (["--prompt=-"], "a\nH", "a\nHi é\n\n"),
+        (["--prompt=H", "--max_new_tokens=3"], "", "Hi \ufffd\n"),  # half a character
+        (["--prompt=H", "--max_new_tokens=2", "--checkpoint=best"], "", "H\0\0\n"),  # all tokens are as likely
+        (["--prompt=H", "--dtype=bfloat16"], "", "Hi é\n\n"),
+    ],
+)
+def test_text_is_written_from_a_checkpoint(chain, monkeypatch, capsys, flags, stdin, text):
+    assert written(chain, monkeypatch, capsys, *flags, stdin=stdin) == text
+
+
+def test_the_knobs_are_those_of_generation(chain, monkeypatch, capsys):
+    seen = []
+
+    def spy(model, prompts, *how):
+        seen.append((model.training, prompts, *how, torch.is_autocast_enabled("cpu")))
+        return iter(())
+
+    monkeypatch.setattr(sample, "generate", spy)
+    flags = ["--temperature=0.5", "--top_k=3", "--top_p=0.9", "--seed=4", "--max_new_tokens=7", "--dtype=bfloat16"]
+    written(chain, monkeypatch, capsys, "--prompt=é", *flags)
+    written(chain, monkeypatch, capsys)
+    assert seen == [
+        (False, [[0xC3, 0xA9]], 7, 0.5, 3, 0.9, 4, True),
+        (False, [[256]], 256, 0.0, None, None, 0, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    "error, match, flags",
+    [
+        (ValueError, "run='': expected a run directory", ["--run="]),
+        (ValueError, "seed=-1", ["--seed=-1"]),
+        (ValueError, "sequence of 305 tokens .* block_size=300", ["--prompt=" + 50 * "a"]),
+        (
+            ValueError,
+            "tokenizer='gpt2' is not the one .*size: 257 there, 9 here.*--tokenizer says",
+            ["--tokenizer=gpt2"],
+        ),
+        (FileNotFoundError, "no such checkpoint", ["--run=out/none"]),
+    ],
+)
+def test_what_cannot_be_written_is_refused(chain, monkeypatch, capsys, error, match, flags):
+    real = sample.load_tokenizer
+    other = type("Other", (), {"name": "gpt2", "fingerprint": {"size": 9}})
+    monkeypatch.setattr(sample, "load_tokenizer", lambda name: other if name == "gpt2" else real(name))
+    with pytest.raises(error, match=match):
+        written(chain, monkeypatch, capsys, *flags)
+
+
+def test_a_model_of_no_text_has_no_tokenizer():
+    with pytest.raises(ValueError, match="out/a: not trained on text, so it has no tokenizer"):
+        sample.tokenizer_of("out/a", {"data": {"vocabulary": []}})
