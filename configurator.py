@@ -257,11 +257,11 @@ def _knobs(classes: Sequence[type]) -> dict[str, Knob]:
 
 
 def _find(item: str) -> Path:
-    """The config file `item`, in the working directory or else in the running script's folder."""
+    """The config file `item`, in the working directory, or else beside the running script or this file."""
     if not item.endswith(".py"):
         hint = f"did you mean --{item.lstrip('-')}?" if "=" in item else "--help lists the names"
         raise ValueError(f"{item!r} is neither --name=value nor a config file (*.py): {hint}")
-    tried = [Path.cwd() / item, Path(sys.argv[0]).parent.resolve() / item]
+    tried = [Path.cwd() / item, Path(sys.argv[0]).parent.resolve() / item, Path(__file__).parent / item]
     for path in tried:
         if path.is_file():
             return path

@@ -10,8 +10,8 @@ own models. Lines of --answers are {"id": ..., "answer": "..."}, or chats that e
 goes by its line number.
 
 Answers are kept in out_dir/answers.jsonl at once; the same command again asks only what is missing. A prompt that the
-server refuses (too long, filtered) is kept there with the reason and not asked again. One that fails for a reason that
-may pass (timeout, overload) is. Neither counts as wrong: exact match is the share of right answers among all answers.
+server refuses (too long, filtered) is kept there with the reason, too. A prompt that failed for a reason that may pass
+(timeout, overload) is asked again. Neither counts as wrong: exact match is the share of right answers among answers.
 """
 
 import hashlib
@@ -75,6 +75,8 @@ class EndpointConfig:
             raise ValueError(f"kinds={self.kinds}: expected some of {', '.join(KINDS)}")
         if not self.lengths or len(self.samples) not in (1, len(self.lengths)):
             raise ValueError(f"samples={self.samples}: expected one number, or one for each of lengths={self.lengths}")
+        if any(parse_length(length)[1] > 10**6 for length in self.lengths):
+            raise ValueError(f"lengths={self.lengths}: expected at most 1,000,000")
         if not all(1 <= n <= 10**6 for n in self.samples):
             raise ValueError(f"samples={self.samples}: expected 1 to 1,000,000 each")
         if not self.repeat_p or (self.repeat_p != (0.9,) and "repeat-structure" not in self.tasks):

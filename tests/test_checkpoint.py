@@ -113,16 +113,6 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         checkpoint.load_run(str(tmp_path))
 
 
-def test_a_log_is_cut_back_to_the_steps_before(tmp_path):
-    path = tmp_path / "log.jsonl"
-    lines = [f'{{"step": {n}}}\n' for n in range(4)]
-    for text, step, kept in (("", 3, 0), ("".join(lines), 2, 2), ("".join(lines[:2]) + '{"step": 2, "lo', 3, 2)):
-        path.write_text(text)  # the last one is torn: power failed
-        with checkpoint.open_log(path, step) as file:
-            file.write("more\n")
-        assert path.read_text() == "".join(lines[:kept]) + "more\n"
-
-
 # Models
 
 
@@ -228,6 +218,8 @@ def test_the_same_command_twice_is_refused_while_the_first_lives(tmp_path, whole
     first.kill()
     first.join()
     (tmp_path / "last.pt.1-ab.tmp").write_text("what a kill left")
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write('{"step": 6, "lo')
     run(tmp_path, **knobs)
     same_run(tmp_path, whole)
     assert not list(tmp_path.glob("*.tmp"))
@@ -259,17 +251,15 @@ def test_an_error_in_the_data_leaves_the_last_good_step(tmp_path, whole, monkeyp
 
 # Going on
 
-OTHERS = [
-    ({"learning_rate": 0.02}, "learning_rate: 0.01 there, 0.02 here"),
-    ({"max_steps": 20, "n_layer": 2}, "n_layer: 1 there, 2 here(.|\n)*max_steps: 10 there, 20 here"),
-    ({"seed": 1}, "seed: 0 there, 1 here"),
-]
 
-
-@pytest.mark.parametrize("knobs, lines", OTHERS)
-def test_the_directory_of_another_run_is_refused_with_its_knobs_named(whole, knobs, lines):
-    match = rf"holds another run: choose another --out_dir, or move that run away \(mv {whole} (.|\n)*{lines}"
-    refused(ValueError, match, whole, **knobs)
+def test_the_directory_of_another_run_is_refused_with_its_knobs_named(whole):
+    for knobs, lines in (
+        ({"learning_rate": 0.02}, "learning_rate: 0.01 there, 0.02 here"),
+        ({"max_steps": 20, "n_layer": 2}, "n_layer: 1 there, 2 here(.|\n)*max_steps: 10 there, 20 here"),
+        ({"seed": 1}, "seed: 0 there, 1 here"),
+    ):
+        match = rf"holds another run: choose another --out_dir, or move that run away \(mv {whole} (.|\n)*{lines}"
+        refused(ValueError, match, whole, **knobs)
 
 
 def test_init_scratch_refuses_a_run_and_resume_goes_on_with_other_knobs_that_change_no_result(tmp_path):
@@ -310,17 +300,13 @@ def rank_functions(rank: int) -> None:
     assert total.tolist() == [3, 2**41 + 1]
 
     assert checkpoint.on_all_ranks(lambda: rank) == rank
-    with pytest.raises(ValueError if rank else RuntimeError, match="^row 3$" if rank else "^rank 1: row 3$"):
-        checkpoint.on_all_ranks(lambda: fail() if rank else 0)
+    with pytest.raises(ValueError if rank else RuntimeError, match="row 3" if rank else "^rank 1: .*row 3"):
+        checkpoint.on_all_ranks(lambda: int("row 3") if rank else 0)
     checkpoint.check_same_ranks({"a": 1, "b": math.nan})
     with pytest.raises(RuntimeError, match="^rank 1 has another config or other data than rank 0: a: 1 there, 0 here"):
         checkpoint.check_same_ranks({"a": rank, "b": 2})
     assert checkpoint.from_rank_0(None) is None
     dist.destroy_process_group()
-
-
-def fail() -> None:
-    raise ValueError("row 3")
 
 
 def test_two_ranks_talk():

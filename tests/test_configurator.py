@@ -18,6 +18,8 @@ import pytest
 import configurator
 from configurator import atomic, build, configure, diff, lock, resolve, run_cli, save, write_json
 
+ROOT = Path(configurator.__file__).parent
+
 SOURCE = Path(configurator.__file__)
 OldOptional = Optional[str]  # noqa: UP045 (the old spelling must work too)
 
@@ -175,8 +177,9 @@ def test_the_working_directory_comes_before_the_scripts_folder(config, tmp_path,
     assert train("some.py").batch_size == 1
     assert train(config("batch_size = 2")).batch_size == 2
     monkeypatch.setattr(sys, "argv", ["train.py"])  # they are the same: named once
-    with pytest.raises(FileNotFoundError, match=f"looked for {tmp_path}/x.py; near names there: some.py$"):
+    with pytest.raises(FileNotFoundError, match=f"looked for {tmp_path}/x.py and {ROOT}/x.py; near names there: "):
         train("x.py")
+    assert configurator._find("config/toy_copy.py") == ROOT / "config" / "toy_copy.py"  # beside configurator.py
 
 
 WRONG = [  # knob, what is expected, wrong texts on the command line, wrong Python in a file
@@ -214,8 +217,8 @@ MESSAGES = [  # the command line, what some.py holds, how the message begins
     ("-steps=3", "", f"'-steps=3' {NEITHER} did you mean --steps=3?"),
     ("some.yaml", "", f"'some.yaml' {NEITHER} --help lists the names"),
     ("--n_layer=0", "", "n_layer = 0: expected 1 or more"),
-    ("soe.py", "", "no config file soe.py: looked for HERE/soe.py and /nowhere/soe.py; near names there: some.py"),
-    ("x/y.py", "", "no config file x/y.py: looked for HERE/x/y.py and /nowhere/x/y.py; near names there: none"),
+    ("soe.py", "", f"no config file soe.py: looked for HERE/soe.py and /nowhere/soe.py and {ROOT}/soe.py; near names"),
+    ("x/y.py", "", "no config file x/y.py: looked for HERE/x/y.py and /nowhere/x/y.py"),
     ("some.py", "def batch_size(): pass", "batch_size = <function batch_size at "),
     (
         "some.py",

@@ -21,13 +21,6 @@ def within(share: float, p: float, n: int) -> bool:
 # Bits, and permutations
 
 
-def test_bits_depend_on_the_order_of_their_keys_and_on_their_number():
-    bits = data_copy.random_bits
-    assert bits(1, 2) != bits(2, 1) and bits(1) != bits(1, 0)
-    assert len({0, *(int(bits(*[0] * length)[0]) for length in range(1, 9))}) == 9  # zeros are no fixed point
-    assert bits(-1) != bits(1) and bits(2**63 + 5) != bits(5)
-
-
 @pytest.mark.parametrize("axis", range(3))
 def test_bits_are_balanced_unique_and_uncorrelated_along_every_key(axis):
     n, along = 20_000, [7, 0, 1]

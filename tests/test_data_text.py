@@ -45,8 +45,6 @@ def test_an_example_is_a_function_of_its_arguments_in_any_order(task):
     assert [text_example(config(task), *place) for place in reversed(places)] == there[::-1]
     assert len({record["id"] for record in there}) == len({record["source"] for record in there}) == len(places)
     assert list(text_examples(config(task), 8, 3, "validation"))[7] == text_example(config(task), 7, 3, "validation")
-    numpy_index = text_example(config(task), np.int64(7), np.int64(3), "validation")
-    assert json.dumps(numpy_index) == json.dumps(text_example(config(task), 7, 3, "validation"))
 
 
 def test_examples_of_today_are_those_of_tomorrow():
@@ -201,6 +199,8 @@ def test_records_from_elsewhere_are_read_and_scored_as_exact_copies(tmp_path):
     path = tmp_path / "theirs.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(record).encode() for record in theirs))
     assert read_jsonl(path) == theirs
+    with pytest.raises(RuntimeError, match=r"empty\.jsonl is empty: expected a record"):
+        read_jsonl(written(tmp_path / "empty.jsonl"))
     for record in theirs:
         assert score(record, "it\n") == (True, "", 3, 3, None)
         assert score(record, "is") == (False, "value", 2, 3, 1)
@@ -212,7 +212,6 @@ def test_records_from_elsewhere_are_read_and_scored_as_exact_copies(tmp_path):
         (GOOD[:-1], "bad JSON"),
         (b"\xff" + GOOD, "bad JSON"),
         (b"[" * 10**5, "bad JSON"),
-        (b'{"messages": null}', "expected messages"),
         (b'{"messages": []}', r"roles \[\]"),
         (b'{"messages": [{"role": "user"}]}', "expected messages"),
         (chat(ASKED), r"roles \['user'\]"),
@@ -227,13 +226,6 @@ def test_all_faulty_lines_are_counted_and_the_first_is_named(tmp_path, line, nam
     path = written(tmp_path / "damaged.jsonl", GOOD, line, GOOD, b"{}", b"5")
     with pytest.raises(RuntimeError, match=rf"damaged\.jsonl: 3 of 5 lines cannot be used.*; line 2: .*{named}"):
         read_jsonl(path)
-
-
-def test_a_file_that_is_not_there_or_empty_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere.jsonl"):
-        read_jsonl(tmp_path / "nowhere.jsonl")
-    with pytest.raises(RuntimeError, match=r"empty\.jsonl is empty: expected a record"):
-        read_jsonl(written(tmp_path / "empty.jsonl"))
 
 
 def test_chats_that_are_too_long_are_counted_and_only_they_are_tokenised(tmp_path):
@@ -348,11 +340,9 @@ A_B, TRIPLES = (" a", " b"), ("000", "111")
         (("0", "1"), "01101", "0110", (False, "too short", 4, 5, 4)),
         (("0", "1"), "01101", "011011", (False, "too long", 5, 5, 5)),
         (("0", "1"), "01101", "1101", (False, "value", 1, 5, 0)),  # one left out at the front: 1101 on 01101
-        (("0", "1"), "01101", "Here it is: 01101", (False, "value", 0, 5, 0)),
         (("0", "1"), "01101", "٠1101", (False, "value", 4, 5, 0)),
         (A_B, " a b b", "a b b\n", (True, "", 3, 3, None)),
         (A_B, " a b b", " a  b b", (False, "value", 2, 3, 1)),
-        (A_B, " a b b", "abb", (False, "value", 1, 3, 1)),
         (TRIPLES, "000111", "000111000", (False, "too long", 2, 2, 2)),
         (TRIPLES, "000111", "00111", (False, "value", 0, 2, 0)),
         (("a ", "b "), "a b ", "a b", (True, "", 2, 2, None)),
@@ -379,7 +369,6 @@ def test_strings_are_scored_strictly_in_symbols(symbols, source, given, expected
         ('["1.50", "-0.25", "0.00"]', (False, "form", 3, 3, 3)),  # quotes around numbers
         ("The 3 values: [1.50, -0.25, 0.00]", (False, "form", 0, 3, 0)),
         ("[+1.50, -.25, 0.]", (False, "form", 2, 3, 1)),  # Python's alone; found are 1.50, 25, 0
-        ("[1.50, -0.25, false]", (False, "form", 2, 3, 2)),
         ("[1.50, -0.25, NaN]", (False, "form", 2, 3, 2)),
         ("[1.50, -0.25, 1e999999999999999999999]", (False, "form", 2, 3, 2)),
         ("[" * 10**5, (False, "form", 0, 3, 0)),
@@ -395,7 +384,6 @@ def test_lists_are_scored_on_their_numbers_and_strictly(given, expected):
 @pytest.mark.parametrize(
     "call, named",
     [
-        (lambda: config("reverse"), "reverse"),
         (lambda: config(template_kind="last"), "last"),
         (lambda: config(symbols=("0", "0")), r"symbols=\('0', '0'\)"),
         (lambda: config(symbols=("01", "0")), "symbols"),

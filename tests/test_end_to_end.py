@@ -69,7 +69,6 @@ MISTAKES = [
     (train, ["--learning_rat=1e-3"], "--learning_rat: unknown name, the nearest known one is --learning_rate"),
     (train, ["--n_layer=two"], "n_layer = 'two' (from the command line): expected int"),
     (train, ["--pos_encoding=rope3"], "no encoding 'rope3'"),
-    (train, ["--head_dim=30"], "head_dim=30"),
     (train, ["--n_embd=129"], "set head_dim"),
     (train, ["config/toy_cpy.py"], "toy_copy.py"),
     (train, ["--task=pretrain", "--tokenizer=gpt2"], "tokenizer='gpt2' needs tiktoken: pip install tiktoken"),

@@ -128,6 +128,12 @@ def test_left_padding_takes_no_place_and_may_be_longer_than_a_prefill_chunk(patt
         assert torch.equal(cache.state[:, b : b + 1], place)
 
 
+def test_a_query_sees_what_came_before_it_but_no_padding_beside_itself():
+    mask = model.attention_mask(2, 5, torch.tensor([1, 4]), torch.device("cpu"))
+    assert mask[0].tolist() == [[[False, True, True, True, False], [False, True, True, True, True]]]
+    assert mask[1].tolist() == [[[False, False, False, True, False], [False, False, False, False, True]]]
+
+
 @pytest.mark.parametrize("Hkv", [4, 2, 1])
 @pytest.mark.parametrize(("chunk", "past"), [(7, 13), (2, 1), (5, 0), (1, 20)])
 def test_attention_of_a_chunk_to_what_came_before_is_the_float64_formula(Hkv, chunk, past):
@@ -248,12 +254,7 @@ def test_frequencies_gates_and_sizes_are_as_the_config_says():
         (lambda: build(n_head=4, n_kv_head=3), ("n_head=4", "n_kv_head=3")),
         (lambda: build(n_head=5, n_embd=32, head_dim=None), ("n_embd=32", "n_head=5")),
         (lambda: build(n_head=0), ("n_head=0",)),
-        (lambda: build(n_layer=-2), ("n_layer=-2",)),
         (lambda: build(mlp_dim=0), ("mlp_dim=0",)),
-        (lambda: build("2d-rope", head_dim=18), ("18",)),
-        (lambda: build("spiral"), ("spiral",)),
-        (lambda: build(freqs="harmonic"), ("harmonic",)),
-        (lambda: build(rotary_fraction=0.0), ("rotary_fraction=0.0",)),
         (lambda: build(qk_norm_init=0.0), ("qk_norm_init=0.0",)),
         (lambda: build("rope", grid_reset=4), ("grid_reset=4", "'rope'")),
         (lambda: build(freqs="uniform", rope_theta=5.0), ("rope_theta=5.0", "uniform")),
@@ -312,15 +313,17 @@ def test_a_frozen_grid_is_rounded_and_kept_and_all_else_is_drawn_anew(tmp_path):
 # The loss
 
 
-def test_loss_is_the_summed_float64_cross_entropy_of_the_targets():
+@pytest.mark.parametrize("at_once", [2**25, 5 * VOCAB])
+def test_loss_is_the_summed_float64_cross_entropy_of_the_targets(at_once, monkeypatch):
+    monkeypatch.setitem(model.LOGITS_PER_CHUNK, "cpu", at_once)
     m, tokens, targets = build(), random_tokens(2, 9), random_tokens(2, 9, seed=1)
     targets[0, :4] = targets[1, 7] = IGNORE
-    log_p, wanted = m(tokens).double().log_softmax(-1), targets != IGNORE
-    for weight in (None, torch.rand(VOCAB)):
-        own = log_p.gather(2, targets.where(wanted, 0)[..., None])[..., 0] * wanted
-        by_hand = own if weight is None else own * weight[targets.where(wanted, 0)]
-        assert float(m(tokens, targets, weight)) == pytest.approx(-float(by_hand.sum()), rel=1e-6)
-    assert float(m(tokens, torch.full((2, 9), IGNORE))) == 0
+    wanted, right = targets != IGNORE, targets.where(targets != IGNORE, 0)
+    log_p = m(tokens).double().log_softmax(-1).gather(2, right[..., None])[..., 0] * wanted
+    for weight in (None, torch.rand(VOCAB)):  # of each token as a target
+        by_hand = -(log_p if weight is None else log_p * weight[right]).sum().item()
+        assert m(tokens, targets, weight).item() == pytest.approx(by_hand, rel=1e-6)
+    assert m(tokens, torch.full((2, 9), IGNORE)).item() == 0
 
 
 def loss_and_gradients(x, weight, targets, chunk=None):
@@ -354,8 +357,8 @@ def test_the_chunked_loss_sums_weight_gradients_in_float32_under_autocast():
         loss, dx, dw = loss_and_gradients(x, weight, targets, 64)
     assert loss.dtype == dx.dtype == dw.dtype == torch.float32
     assert (loss / exact[0] - 1).abs() < 1e-3
-    for ours, theirs in ((dx, exact[1]), (dw, exact[2])):
-        assert (ours - theirs).norm() < 0.01 * theirs.norm()  # a sum of 64 chunks in bfloat16 is off by more
+    for ours, theirs, error in ((dx, exact[1], 0.01), (dw, exact[2], 0.004)):
+        assert (ours - theirs).norm() < error * theirs.norm()  # a sum of 64 chunks in bfloat16 is off by more
 
 
 def test_without_gradients_the_chunked_loss_makes_none(monkeypatch):

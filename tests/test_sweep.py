@@ -19,7 +19,8 @@ TINY = "--n_layer=1 --n_embd=16 --head_dim=8 --batch_size=4 --max_length=4 --dev
 
 def make(runs=("a/x", "b/x"), flags="", **changes) -> SweepConfig:
     values = dict(seeds=(1,), lengths=("1-4", 8), samples=(3, 2), tasks=("uniform", "imbalanced"), stop="zero")
-    return SweepConfig(tuple(f"{name} {flags}" for name in runs), **values | dict(out_dir="out") | changes)
+    lines = tuple(f"{name} {flags}" for name in runs)
+    return SweepConfig(lines, **values | dict(jobs=1, out_dir="out") | changes)
 
 
 def run(config: SweepConfig, monkeypatch) -> None:
@@ -72,7 +73,7 @@ def test_a_run_is_trained_and_tested_in_the_working_directory(tmp_path, monkeypa
 
 
 def test_what_is_started_and_not_again(calls, tmp_path, monkeypatch):
-    config = make(flags="toy.py --noise=0", seeds=(1, 2), jobs=1)
+    config = make(flags="toy.py --noise=0", seeds=(1, 2))
     run(config, monkeypatch)
     tested = ["--tasks=uniform,imbalanced", "--lengths=1-4,8", "--samples=3,2", "--stop=zero"]
     expected = []
@@ -99,7 +100,7 @@ def test_what_is_started_and_not_again(calls, tmp_path, monkeypatch):
 
 def test_what_failed_or_was_not_run_is_said(calls, monkeypatch, capsys):
     with pytest.raises(RuntimeError, match="failed: bad/y-1; see output.txt in their folders under out"):
-        run(SweepConfig(("bad/y --fails", "a/x"), (1,), lengths=(4,), samples=(1,)), monkeypatch)
+        run(SweepConfig(("bad/y --fails", "a/x"), (1,), lengths=(4,), samples=(1,), jobs=1), monkeypatch)
     assert [call[0] for call in calls] == ["train.py", "train.py", "eval.py"]
     assert capsys.readouterr().out.splitlines()[-2:] == ["| `bad` | not run |  |", "| `a` |  | 100%: 8 |"]
     calls.clear()

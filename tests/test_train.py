@@ -261,13 +261,11 @@ def test_chats_that_are_too_long_are_refused_before_the_first_step(tmp_path, sta
 
 
 def test_examples_that_could_be_too_long_are_refused_before_the_first_step(tmp_path, start):
-    knobs = of_task("finetune", start=start) | dict(text_max_length=500, val_chats=chats(tmp_path / "v", "0"))
-    refused(ValueError, r"copies of 500 symbols or points take 1[0-9]+ tokens, block_size=400", tmp_path / "r", **knobs)
-    lists = dict(text_task="lists", text_min_length=60, text_max_length=60)
-    with pytest.raises(ValueError, match="give a smaller --text_max_length, or --block_size=") as error:
-        finetuning(init_from=start, block_size=64, **lists)
+    lists = dict(init_from=start, text_task="lists", text_min_length=60, text_max_length=60)
+    with pytest.raises(ValueError, match="copies of 60 .* or --block_size=") as error:
+        finetuning(block_size=64, val_chats=chats(tmp_path / "chats", "0"), **lists)
     promised = int(str(error.value).rpartition("=")[2])
-    task = finetuning(init_from=start, block_size=promised, batch_size=1000, seed=1, **lists)
+    task = finetuning(block_size=promised, batch_size=1000, seed=1, **lists)
     assert max(tokens.shape[1] for step in range(4) for tokens, _ in task.batch(step, "train")) <= promised
 
 
@@ -424,7 +422,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_at_the_last_good_step(tmp_p
 
 
 def test_the_folder_of_a_run_says_what_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "peak_flops", lambda device: 1e12)
+    monkeypatch.setattr(checkpoint, "peak_flops", lambda device: 1e9)
     monkeypatch.setattr(sys, "argv", ["train.py", "--this=that"])
     run(tmp_path, grad_accum=2, eval_interval=4)
     names = ["best.pt", "config.py", "last.pt", "log.jsonl", "run.json", "validation.jsonl"]
@@ -443,7 +441,7 @@ def test_the_folder_of_a_run_says_what_it_was(tmp_path, monkeypatch):
         tokens, pairs = (sum(t.size * t.shape[1] ** power for t, _ in batch) for power in (0, 1))
         assert line.keys() == {"step", "loss", "lr", "grad_norm", "ms", "tokens_per_s", "mfu"}
         assert line["tokens_per_s"] * line["ms"] / 1e3 == pytest.approx(tokens, rel=1e-2)
-        assert line["mfu"] == pytest.approx(model.flops(tokens, pairs) / line["ms"] / 1e9, abs=1e-4)
+        assert line["mfu"] == pytest.approx(model.flops(tokens, pairs) / line["ms"] / 1e6, rel=1e-2)
 
 
 def test_flops_are_what_torch_counts():
