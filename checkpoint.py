@@ -253,18 +253,6 @@ def decay_start(max_steps: int) -> int:
     return max_steps - max(1, max_steps // 10)
 
 
-def load_start(init_from: str, changes: dict[str, Any]) -> tuple[Decoder, dict]:
-    """A model to start from, of a run directory, a checkpoint, or a Hugging Face folder, with `changes` of its config;
-    and the fingerprint of its vocabulary or tokenizer."""
-    folder = Path(init_from)
-    if (folder / "config.json").exists():
-        import hf
-
-        return hf.load(folder, **changes), {"tokenizer": hf.fingerprint(folder)}
-    saved = read(folder / "last.pt" if folder.is_dir() else folder)
-    return load_model(saved, **changes), saved["data"]
-
-
 def check_same_tokens(init_from: str, theirs: dict, ours: dict) -> None:
     """ValueError where the model of init_from was trained with another vocabulary or tokenizer."""
     for kind in ("tokenizer", "vocabulary"):

@@ -9,7 +9,7 @@ Nothing but the tokens tells where the source ends. Any sample is a pure functio
 generator has a state to lose, and the same samples come on any number of processes and after any resume.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,6 @@ VOCAB = [*map(str, range(N_SYMBOLS)), "<n>", "I:", "O:", "*", "<pad>"]
 TOKEN_BYTES = [b"\n" if token == "<n>" else token.encode() for token in VOCAB]  # for rope2d.newline_table
 SEPARATORS = {"<n>": NEWLINE, "*": STAR}  # the rule of 2D-RoPE knows the first alone
 
-TASKS = ("imbalanced", "recursive-flip", "uniform", "repeat-structure")
 IMBALANCE = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)  # P(first token), paper section 3.1
 STREAMS = {"train": 0, "validation": 1, "evaluation": 2}  # evaluation never sees what training saw
 
@@ -34,8 +33,7 @@ MicroBatches = list[tuple[NDArray[np.int64], NDArray[np.int64]]]  # tokens and t
 class CopyConfig:
     """Copy task"""
 
-    # strings to train on
-    copy_task: Literal["imbalanced", "recursive-flip", "uniform", "repeat-structure"] = "imbalanced"
+    copy_task: str = "imbalanced"  # strings to train on: imbalanced, recursive-flip, uniform, repeat-structure
     max_length: int = 20  # lengths of strings are uniform in [1, max_length], in tokens
     noise: float = 0.1  # share of training strings drawn from 32 symbols, not 2
     repeat_p: float = 0.9  # repeat-structure: probability that a token of the repeated base is left as it is
@@ -43,11 +41,10 @@ class CopyConfig:
     separator: Literal["<n>", "*"] = "<n>"  # token that ends a line; "*" is none that 2D-RoPE's rule knows
 
     def __post_init__(self):
-        if self.copy_task not in TASKS or self.separator not in SEPARATORS:
-            raise ValueError(
-                f"copy_task={self.copy_task!r}, separator={self.separator!r}: expected one of {', '.join(TASKS)}, and "
-                f"one of {', '.join(SEPARATORS)}"
-            )
+        if self.copy_task not in TASKS:
+            raise ValueError(f"copy_task={self.copy_task!r}: expected one of {', '.join(TASKS)}")
+        if self.separator not in SEPARATORS:
+            raise ValueError(f"separator={self.separator!r}: expected one of {', '.join(SEPARATORS)}")
         if self.max_length < 1:
             raise ValueError(f"max_length={self.max_length}: expected at least 1")
         if not self.closing_weight > 0:
@@ -99,30 +96,56 @@ def permute(index: NDArray[np.int64], n: int, key: int | NDArray) -> NDArray[np.
     return out.astype(np.int64)
 
 
+# Strings of 0 and 1, paper section 3.1: (N, T) for keys that broadcast to (N, 1), and places (T,). A shorter string is
+# a prefix of its row.
+
+
+def uniform(keys: Sequence[int | NDArray], at: NDArray, repeat_p: float) -> NDArray[np.int64]:
+    return random_int(0, 1, *keys, 0, at)
+
+
+def imbalanced(keys: Sequence[int | NDArray], at: NDArray, repeat_p: float) -> NDArray[np.int64]:
+    """The first symbol, 0, with a probability of the string's own."""
+    p = np.asarray(IMBALANCE)[random_int(0, len(IMBALANCE) - 1, *keys, 1)]
+    return (random_unit(*keys, 0, at) >= p).astype(np.int64)
+
+
+def recursive_flip(keys: Sequence[int | NDArray], at: NDArray, repeat_p: float) -> NDArray[np.int64]:
+    """s <- s + c + s puts round r's c at those places, counted from 1, that 2^r divides and 2^(r+1) does not."""
+    place = at + 1
+    rounds = np.frexp(place & -place)[1] - 1  # log2, exactly
+    return random_int(0, 1, *keys, 0, rounds)
+
+
+def repeat_structure(keys: Sequence[int | NDArray], at: NDArray, repeat_p: float) -> NDArray[np.int64]:
+    """A base of 4 to 10 symbols again and again, each symbol kept with probability repeat_p."""
+    base = random_int(4, 10, *keys, 1)
+    flip = random_unit(*keys, 2, at) >= repeat_p
+    return random_int(0, 1, *keys, 0, at % base) ^ flip
+
+
+# A new task is a line here, and one in ANSWERS if the answer is not the source but a function of sources (N, T) and
+# lengths (N, 1).
+STRINGS = {
+    "imbalanced": imbalanced,
+    "recursive-flip": recursive_flip,
+    "uniform": uniform,
+    "repeat-structure": repeat_structure,
+}
+ANSWERS: dict[str, Callable[[NDArray, NDArray], NDArray]] = {}
+TASKS = tuple(STRINGS)
+
+
 def strings(task: str, width: int, keys: Sequence[int | NDArray], repeat_p: float = 0.9) -> NDArray[np.int64]:
-    """Strings of 0 and 1 for each row of keys, (N, width): a shorter string is a prefix of its row. Paper, section 3.1.
-
-    keys: what the strings are a function of; arrays among them are (N, 1).
-    """
-    at = np.arange(width)
-    if task == "uniform":
-        return random_int(0, 1, *keys, 0, at)
-    if task == "imbalanced":  # the first symbol, 0, with probability p
-        p = np.asarray(IMBALANCE)[random_int(0, len(IMBALANCE) - 1, *keys, 1)]
-        return (random_unit(*keys, 0, at) >= p).astype(np.int64)
-    if task == "recursive-flip":
-        # s <- s + c + s puts round r's c at those places, counted from 1, that 2^r divides and 2^(r+1) does not.
-        place = at + 1
-        rounds = np.frexp(place & -place)[1] - 1  # log2, exactly
-        return random_int(0, 1, *keys, 0, rounds)
-    if task == "repeat-structure":
-        base = random_int(4, 10, *keys, 1)
-        flip = random_unit(*keys, 2, at) >= repeat_p
-        return random_int(0, 1, *keys, 0, at % base) ^ flip
-    raise ValueError(f"task={task!r}: expected one of {', '.join(TASKS)}")
+    """A string for each row of keys, (N, width); keys: what the strings are a function of, arrays among them (N, 1)."""
+    if task not in STRINGS:
+        raise ValueError(f"task={task!r}: expected one of {', '.join(TASKS)}")
+    return STRINGS[task](keys, np.arange(width), repeat_p)
 
 
-def pack(sources: NDArray[np.int64], lengths: NDArray[np.int64], separator: int = NEWLINE) -> tuple[NDArray, NDArray]:
+def pack(
+    sources: NDArray[np.int64], lengths: NDArray[np.int64], separator: int = NEWLINE, task: str = ""
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Inputs and targets (N, 2 max(lengths) + 5), right-padded, from sources (N, >= max(lengths)) and lengths (N,)."""
     n = lengths[:, None]
     at = np.arange(2 * int(lengths.max()) + 6)
@@ -132,8 +155,9 @@ def pack(sources: NDArray[np.int64], lengths: NDArray[np.int64], separator: int 
     tokens[:, 0], tokens[:, 1] = separator, INPUT
     tokens[(at == n + 2) | (at == n + 3) | (at == 2 * n + 5)] = separator
     tokens[at == n + 4] = OUTPUT
+    answers = ANSWERS[task](sources, n) if task in ANSWERS else sources
     real = np.arange(sources.shape[1]) < n
-    tokens[in_source] = tokens[in_target] = sources[real]
+    tokens[in_source], tokens[in_target] = sources[real], answers[real]
     targets = np.where((at >= n + 5) & (at <= 2 * n + 5), tokens, IGNORE)
     return tokens[:, :-1], targets[:, 1:]
 
@@ -163,7 +187,7 @@ def copy_batch(
         if config.noise:
             noisy = random_unit(*keys, 4) < config.noise
             sources = np.where(noisy, random_int(0, N_SYMBOLS - 1, *keys, 5, np.arange(width)), sources)
-        micro_batches.append(pack(sources, lengths, SEPARATORS[config.separator]))
+        micro_batches.append(pack(sources, lengths, SEPARATORS[config.separator], config.copy_task))
     return micro_batches
 
 

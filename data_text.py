@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from data_copy import IGNORE, STREAMS, TASKS, MicroBatches, permute, random_int, random_unit, strings
+from data_copy import IGNORE, STREAMS, STRINGS, MicroBatches, permute, random_bits, random_int, random_unit, strings
 
-TEXT_TASKS = (*TASKS, "lists")
+TEXT_TASKS = ("imbalanced", "recursive-flip", "uniform", "repeat-structure", "lists")  # the place is in the seed
 KINDS = ("own-line", "first", "mid-sentence")  # where the source stands; its copy does not share the last one's column
 STRING_TEMPLATES = (
     "Copy the following string exactly:\n{}",
@@ -225,7 +225,7 @@ def pad_chats(chats: Sequence[Chat]) -> tuple[NDArray[np.int64], NDArray[np.int6
 def shuffled(records: Sequence[dict[str, Any]], index: int, seed: int) -> dict[str, Any]:
     """The record at `index` of an endless order: all, shuffled, then all, shuffled anew."""
     epoch, place = divmod(index, len(records))
-    return records[permute(np.array([place]), len(records), seed + epoch)[0]]
+    return records[permute(np.array([place]), len(records), random_bits(seed) + np.uint64(epoch))[0]]
 
 
 def chat_batch(
@@ -249,7 +249,9 @@ def read_chats(path: str | os.PathLike[str], encode: Callable[[list], Chat], lon
     records, found = read_jsonl(path), []
     for line, record in enumerate(records, 1):
         messages = record["messages"]
-        n_bytes = sum(len(message["content"].encode("utf-8", "replace")) + 16 for message in messages)  # 16: the role
+        n_bytes = sum(
+            len(message["content"].encode("utf-8", "surrogatepass")) + 16 for message in messages
+        )  # 16: the role
         if n_bytes > longest:
             tokens = len(encode(messages)[0]) - 1  # the last token is only a target
             if tokens > longest:
@@ -262,9 +264,13 @@ def read_chats(path: str | os.PathLike[str], encode: Callable[[list], Chat], lon
 
 def check_lengths(config: TextCopyConfig, encode: Callable[[list], Chat], longest: int) -> None:
     """ValueError where examples of the config's greatest length have more than `longest` input tokens."""
-    high = length_bounds(config, "train")[1]
-    examples = text_examples(config, 200, 0, "train", high)  # with these, every template comes
-    tokens = max(len(encode(example["messages"])[0]) - 1 for example in examples)
+    high, tokens = length_bounds(config, "train")[1], 0
+    for example in text_examples(config, 200, 0, "train", high):  # with so many, every template comes
+        messages, source = example["messages"], example["source"]
+        if config.text_task == "lists":  # no number has more characters
+            most = ", ".join(["-3.50"] * high)
+            messages = [message | {"content": message["content"].replace(source, most)} for message in messages]
+        tokens = max(tokens, len(encode(messages)[0]) - 1)
     if tokens > longest:
         hint = f"give a smaller --text_max_length, or --block_size={tokens}"
         raise ValueError(f"copies of {high} symbols or points take {tokens} tokens, block_size={longest}: {hint}")
@@ -319,7 +325,7 @@ def score(record: dict[str, Any], answer: str) -> Score:
         wanted, got = numbers(truth), numbers(answer)
         found = got if got is not None else [Decimal(value) for value in re.findall(r"-?[0-9]+(?:\.[0-9]+)?", answer)]
     else:
-        symbols = about.get("symbols", ()) if about.get("task") in TASKS else ()
+        symbols = about.get("symbols", ()) if about.get("task") in STRINGS else ()
         pieces = re.compile("|".join([*map(re.escape, symbols), "."]), re.DOTALL)
         before, _, behind = truth.partition(truth.strip())
         wanted = pieces.findall(truth)

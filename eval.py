@@ -108,13 +108,15 @@ class Cell(NamedTuple):
     samples: int
 
 
-def teacher_forced(model: Decoder, sources: Sequence[np.ndarray], separator: int, chunk: int = 1024) -> list[Verdict]:
+def teacher_forced(
+    model: Decoder, sources: Sequence[np.ndarray], separator: int, chunk: int = 1024, task: str = ""
+) -> list[Verdict]:
     """Verdicts on strings of any lengths, by one forward in chunks. ValueError beyond the model's block_size."""
-    lengths = np.array([len(s) for s in sources])
+    lengths = np.array([len(source) for source in sources])
     padded = np.zeros((len(sources), lengths.max()), np.int64)
     for row, source in zip(padded, sources, strict=True):
         row[: len(source)] = source
-    return judge(model, *data_copy.pack(padded, lengths, separator), chunk)
+    return judge(model, *data_copy.pack(padded, lengths, separator, task), chunk)
 
 
 def judge(model: Decoder, inputs: np.ndarray, targets: np.ndarray, chunk: int) -> list[Verdict]:
@@ -138,13 +140,13 @@ def judge(model: Decoder, inputs: np.ndarray, targets: np.ndarray, chunk: int) -
     return [verdict(~(own > 0), own) for own in (lead[row == i] for i in range(len(inputs)))]
 
 
-def free_running(model: Decoder, sources: Sequence[np.ndarray], separator: int) -> list[Verdict]:
+def free_running(model: Decoder, sources: Sequence[np.ndarray], separator: int, task: str = "") -> list[Verdict]:
     """Verdicts by greedy decoding, n + 1 tokens for a string of n; margin is nan. ValueError as above."""
     prompts, answers = [], []
     for source in sources:
-        tokens, _ = data_copy.pack(source[None], np.array([len(source)]), separator)
+        tokens, targets = data_copy.pack(source[None], np.array([len(source)]), separator, task)
         prompts.append(tokens[0, : len(source) + 5].tolist())
-        answers.append(torch.tensor([*source.tolist(), separator]))
+        answers.append(torch.from_numpy(targets[targets != IGNORE]))
     longest = max(map(len, answers))
     model.check_length(2 * longest + 3)
     written = torch.stack([t.cpu() for t in generate(model, prompts, longest)], dim=1)  # (B, longest)
@@ -179,7 +181,7 @@ def verdict(wrong: torch.Tensor, lead: torch.Tensor | None = None) -> Verdict:
     return Verdict(len(wrong), int(wrong.sum()), first, margin, weakest)
 
 
-def evaluate(model: Decoder, trained: dict, cell: Cell, config: EvalConfig, bar: tqdm | None = None) -> dict:
+def evaluate(run: str, model: Decoder, trained: dict, cell: Cell, config: EvalConfig, bar: tqdm | None = None) -> dict:
     """One row of the report. With torchrun, the strings are shared out and the verdicts gathered."""
     rank, world = rank_and_world()
     began = time.perf_counter()
@@ -189,7 +191,7 @@ def evaluate(model: Decoder, trained: dict, cell: Cell, config: EvalConfig, bar:
         examples = data_copy.evaluation_strings(cell.task, *strings)
         sizes = [2 * len(source) + 5 for source in examples]
     else:
-        tokenizer = tokenizer_of("run", trained, config.tokenizer)
+        tokenizer = tokenizer_of(run, trained, config.tokenizer)
         text = TextCopyConfig(cell.task, tuple(trained["symbols"]), cell.kind, cell.low, cell.high, cell.repeat_p)
         examples = list(data_text.text_examples(text, cell.samples, config.eval_seed, "evaluation"))
         sizes = [len(tokenizer.chat(example["messages"])[0]) for example in examples]
@@ -205,9 +207,9 @@ def evaluate(model: Decoder, trained: dict, cell: Cell, config: EvalConfig, bar:
         if cell.kind is not None:
             judged = judge_text(model, tokenizer, group, config.free_running, config.chunk)
         elif config.free_running:
-            judged = free_running(model, group, SEPARATORS[trained["separator"]])
+            judged = free_running(model, group, SEPARATORS[trained["separator"]], cell.task)
         else:
-            judged = teacher_forced(model, group, SEPARATORS[trained["separator"]], config.chunk)
+            judged = teacher_forced(model, group, SEPARATORS[trained["separator"]], config.chunk, cell.task)
         verdicts.update(zip(ids, judged, strict=True))
         if bar:
             bar.update(len(ids))
@@ -259,11 +261,11 @@ def cells_of(run: str, model: Decoder, trained: dict, config: EvalConfig) -> lis
     for task in config.tasks:
         if task not in known:
             raise ValueError(f"tasks: {task!r} is not one of {', '.join(known)}")
-    if not in_text:
-        model.check_length(2 * max(high for _, high in lengths) + 5)
-    elif trained["task"] != "finetune":
+    longest = max(high for _, high in lengths)
+    model.check_length(2 * longest if in_text else 2 * longest + 5)
+    if in_text and trained["task"] != "finetune":
         raise ValueError(f"{run}: not finetuned on copying; --val_data, or sample.py, shows what it knows")
-    elif not config.kinds or set(config.kinds) - set(data_text.KINDS):
+    if in_text and (not config.kinds or set(config.kinds) - set(data_text.KINDS)):
         raise ValueError(f"kinds={config.kinds}: expected some of {', '.join(data_text.KINDS)}")
     lines = []
     for kind in config.kinds if in_text else (None,):
@@ -295,7 +297,7 @@ def copy_accuracy(config: EvalConfig) -> list[dict]:
             for cell in line:
                 bar.set_description(f"{trained['pos_encoding']} {cell.task} {cell.high}")
                 with checkpoint.autocast(device, config.dtype):
-                    row = evaluate(model, trained, cell, config, bar)
+                    row = evaluate(run, model, trained, cell, config, bar)
                 facts = {"trained_to": longest_trained(trained), "dtype": config.dtype}
                 rows.append(about(run, trained) | facts | row)
                 if config.stop == "failure" and row["exact_match"] < 1:

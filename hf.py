@@ -78,7 +78,7 @@ def read_qwen3(path: Path, found: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{path}: {key}={found[key]!r}: this decoder only knows {only!r}")
     if set(found.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError(f"{path}: layer_types={found['layer_types']!r}: this decoder only knows 'full_attention'")
-    theta = found.get("rope_theta") or rope2d.THETA["rope"]
+    theta = found.get("rope_theta") or rope2d.ROPE_THETA
     for key in ("rope_scaling", "rope_parameters"):  # the old style and the new
         rope = found.get(key) or {}
         if rope.get("rope_type", rope.get("type", "default")) != "default":
@@ -206,6 +206,16 @@ def load(folder: str | Path, device: str | torch.device = "cpu", **changes) -> D
     return model.to(device)
 
 
+def load_start(path: str, changes: dict[str, Any]) -> tuple[Decoder, dict]:
+    """A model to start from, of a run directory, a checkpoint, or a Hugging Face folder, with `changes` of its config;
+    and the fingerprint of its tokenizer or vocabulary."""
+    folder = Path(path)
+    if (folder / "config.json").exists():
+        return load(folder, **changes), {"tokenizer": fingerprint(folder)}
+    saved = checkpoint.read(folder / "last.pt" if folder.is_dir() else folder)
+    return checkpoint.load_model(saved, **changes), saved["data"]
+
+
 def fingerprint(folder: str | Path) -> dict[str, Any]:
     """Of the folder's tokenizer: see Tokenizer. Raises as load_tokenizer."""
     return load_tokenizer(str(folder)).fingerprint
@@ -254,7 +264,7 @@ def config_json(model: Decoder, qwen3: bool) -> dict[str, Any]:
         config[key] = values[name]
     config["dtype"] = config["torch_dtype"] = values["dtype"]
     config["initializer_range"] = values["init_std"]
-    config["rope_theta"] = values["rope_theta"] or rope2d.THETA["rope"]  # 5 looks in rope_parameters
+    config["rope_theta"] = values["rope_theta"] or rope2d.ROPE_THETA  # 5 looks in rope_parameters
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
     return config
 

@@ -326,7 +326,7 @@ class Decoder(nn.Module):
         self.config = config
         self.register_buffer("newlines", newlines.long())
         encodings = rope2d.layer_encodings(config.pos_encoding, config.n_layer)
-        shared = sorted(set(encodings) - {"auto-2d-rope", "nope", "alibi"})
+        shared = [name for name in sorted(set(encodings)) if rope2d.PLANES[name] and name != "auto-2d-rope"]
         self.rotary = nn.ModuleDict({encoding: make_rotary(config, encoding) for encoding in shared})
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList([Block(config, i, encoding) for i, encoding in enumerate(encodings)])

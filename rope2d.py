@@ -35,10 +35,12 @@ except ImportError:
 
 INDEX, ROW, COL = 0, 1, 2  # the planes of `positions`
 
-# What each encoding rotates by: the pairs of a head are divided evenly among these planes.
+# What each encoding rotates by. The pairs of a head are divided evenly among these planes of `positions`; a function of
+# `positions` will do as well as a plane.
 PLANES = {"rope": (INDEX,), "2d-rope": (ROW, COL), "auto-2d-rope": (ROW, COL), "nope": (), "alibi": ()}
 ALIASES = {"h-rope": "rope+2d-rope", "rnope": "rope+nope"}  # paper sections 5 and 3.4.2
-THETA = {"rope": 10_000.0, "2d-rope": 1_000.0, "auto-2d-rope": 1_000.0}  # paper, appendix D.1
+THETA = {"2d-rope": 1_000.0, "auto-2d-rope": 1_000.0}  # paper, appendix D.1
+ROPE_THETA = 10_000.0  # of all others
 
 
 def layer_encodings(pos_encoding: str, n_layer: int) -> list[str]:
@@ -90,8 +92,9 @@ def grid(
     new_line = broke > 0
     if grid_reset is not None:
         fresh = F.pad((tokens == grid_reset) & (at[:T] >= pad[:, None]), (1, 0))
-        row = row - torch.where(fresh, row, 0).cummax(1).values
+        row = row - torch.where(fresh, row, 0).cummax(1).values  # less the row of the latest reset
         new_line = new_line | fresh
+    # Where each token's line began; the line that the state is in began col0 tokens before these.
     line_start = torch.where(new_line, at, (pad - col0)[:, None]).cummax(1).values
     positions = torch.stack([(index0 - pad)[:, None] + at, row, at - line_start])  # (3, B, T + 1)
     return positions[..., :T], positions[..., T]
@@ -117,7 +120,7 @@ def frequencies(kind: str, n: int, theta: float, seed: int) -> Tensor:
 
 def check_head_dim(encoding: str, head_dim: int) -> None:
     """ValueError unless head_dim divides into pairs for each plane of the encoding."""
-    multiple = 2 * len(PLANES[encoding]) or 1
+    multiple = max(1, 2 * len(PLANES[encoding]))
     if head_dim < 1 or head_dim % multiple:
         raise ValueError(f"head_dim={head_dim}: {encoding} needs a multiple of {multiple}")
 
@@ -162,14 +165,18 @@ class Rotary(nn.Module):
         check_head_dim(encoding, head_dim)
         if not 0 < fraction <= 1:
             raise ValueError(f"rotary_fraction={fraction}: expected a share above 0, up to 1")
-        self.planes = list(PLANES[encoding])
+        self.planes = PLANES[encoding]
         n = head_dim // 2 // len(self.planes)
-        theta = THETA[encoding] if theta is None else theta
+        theta = THETA.get(encoding, ROPE_THETA) if theta is None else theta
         drawn = torch.stack([frequencies(freqs, n, theta, seed + i) for i in range(len(self.planes))])  # (planes, n)
         unrotated = drawn.argsort(dim=1)[:, : n - math.ceil(fraction * n)]
         drawn.scatter_(1, unrotated, 0.0)
         self.register_buffer("phase", to_phase(drawn))  # (planes, n)
         self.log_scale = nn.Parameter(torch.zeros(len(self.planes), n)) if learned else None
+
+    def places(self, positions: Tensor) -> Tensor:
+        """What the planes of this encoding are at positions (3, ...): (planes, ...)."""
+        return torch.stack([plane(positions) if callable(plane) else positions[plane] for plane in self.planes])
 
     def scaled_phase(self) -> Tensor:
         """Phase per step of each pair, learned factors included: (planes, n) int64."""
@@ -185,7 +192,7 @@ class Rotary(nn.Module):
         A real position is split: its nearest integer goes the exact way, and the rest, at most 1/2, carries the
         gradient.
         """
-        position = positions[self.planes].movedim(0, -1)[..., None]  # (B, T, planes, 1)
+        position = self.places(positions).movedim(0, -1)[..., None]  # (B, T, planes, 1)
         whole = position.detach().round().long() if position.is_floating_point() else position
         freqs = self.phase.float() * RADIANS_PER_UNIT  # (planes, n)
         angles = (whole * self.scaled_phase()).float() * RADIANS_PER_UNIT  # (B, T, planes, n), wraps at a full turn

@@ -115,12 +115,13 @@ def fast_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
 
 
 def signed_phase(rotary: rope2d.Rotary) -> Tensor:
-    """Phase of each channel of a head per step of index, row and col: (3, 1, D) int64.
+    """Phase of each channel of a head per step of each plane: (planes, 1, D) int64, 0 for the channels of others.
 
     The first half is negative: cosines stay as they are, and sines get the signs that they have in a rotation."""
     phase = rotary.scaled_phase()  # (planes, n)
-    half = phase.new_zeros(3, *phase.shape)
-    half[rotary.planes, range(len(phase))] = phase
+    half = phase.new_zeros(len(phase), *phase.shape)
+    for plane, own in enumerate(phase):
+        half[plane, plane] = own
     return torch.cat([-half.flatten(1), half.flatten(1)], dim=1)[:, None]
 
 
@@ -167,7 +168,7 @@ class FastStep:
         c, weight = model.config, model.embed.weight
         H, Hkv, D = c.n_head, c.kv_heads, c.head_size
         self.cache, self.embed, self.D, self.scale = cache, weight, D, 1 / math.sqrt(D)
-        self.phase = {encoding: signed_phase(rotary) for encoding, rotary in model.rotary.items()}
+        self.rotary, self.phase = model.rotary, {name: signed_phase(rotary) for name, rotary in model.rotary.items()}
         self.qkv = weight.new_empty(B, (H + 2 * Hkv) * D)
         heads = self.qkv.view(B, 1, H + 2 * Hkv, D)
         self.qk = heads[:, 0, : H + Hkv]
@@ -194,7 +195,8 @@ class FastStep:
         cache, at, qk, D = self.cache, self.cache.state, self.qk, self.D
         rotations = {}
         for encoding, phase in self.phase.items():
-            angles = (at[:, :, None] * phase).sum(0).float().mul_(rope2d.RADIANS_PER_UNIT)[:, None]  # (B, 1, D)
+            places = self.rotary[encoding].places(at)  # (planes, B)
+            angles = (places[:, :, None] * phase).sum(0).float().mul_(rope2d.RADIANS_PER_UNIT)[:, None]  # (B, 1, D)
             rotations[encoding] = angles.cos(), angles.sin()
         mask = attention_mask(1, cache.length + 1, cache.pad, tokens.device)
         x = self.embed.index_select(0, tokens)  # (B, C)

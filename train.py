@@ -35,6 +35,7 @@ import configurator
 import data_copy
 import data_dclm
 import data_text
+import hf
 from checkpoint import decay_start, on_all_ranks, rank_and_world
 from data_copy import IGNORE, CopyConfig, MicroBatches
 from data_text import TextCopyConfig
@@ -321,7 +322,7 @@ def start_run(
     if config.init_from and saved:
         model_config = checkpoint.model_config_of(saved, **changes)
     elif config.init_from:
-        model, known = on_all_ranks(lambda: checkpoint.load_start(config.init_from, changes))
+        model, known = on_all_ranks(lambda: hf.load_start(config.init_from, changes))
         model_config = model.config
     if config.grid_steps and not model_config.learns_one_grid:
         raise ValueError(f"grid_steps={config.grid_steps} needs layers of auto-2d-rope, with saturating gates")

@@ -137,7 +137,7 @@ def race(variants: dict[str, Callable], bench: BenchConfig, facts: Callable[...,
     rows = []
     for name, own in times.items():
         median = statistics.median(own)
-        x = statistics.median(own) / statistics.median(times[names[0]])
+        x = statistics.median(a / b for a, b in zip(own, times[names[0]], strict=True))
         row = {"variant": name, "median_s": median, "min_s": min(own), "max_s": max(own), "x": x}
         row["facts"] = facts(results[name], results[names[0]], median) if facts else {}
         if bench.device == "cuda":
@@ -246,11 +246,11 @@ def loss(bench: BenchConfig, knobs: LossConfig) -> list[dict]:
 
 
 def decoder(knobs: DecoderConfig, block_size: int, encoding: str, device: str) -> Decoder:
-    """The same weights for every encoding. Every 32nd token breaks a line."""
+    """The same weights for every encoding, large, or greedy decoding would repeat a token. Every 32nd breaks a line."""
     sizes = {"n_layer": knobs.layers, "n_head": knobs.heads, "n_embd": knobs.width, "vocab_size": knobs.vocab_size}
-    kind = {"pos_encoding": encoding, "tie_weights": True, "qk_norm": True, "zero_init_residual": False}
+    kind = {"tie_weights": True, "qk_norm": True, "zero_init_residual": False, "init_std": 0.2}
     torch.manual_seed(0)
-    config = ModelConfig(mlp_dim=3 * knobs.width, block_size=block_size, **sizes, **kind)
+    config = ModelConfig(pos_encoding=encoding, mlp_dim=3 * knobs.width, block_size=block_size, **sizes, **kind)
     return Decoder(config, torch.arange(knobs.vocab_size) % 32 == 0).to(device)
 
 

@@ -33,10 +33,10 @@ def payload(n: int) -> dict:
 
 
 def kill_writers(path: Path) -> None:
-    """Forks sixty processes that write to `path` for ever and kills them; what they leave must load."""
+    """Forks forty processes that write to `path` for ever and kills them; what they leave must load."""
     torch.set_num_threads(1)  # a process with threads must not fork
     chance, torn = random.Random(0), 0
-    for _ in range(60):
+    for _ in range(40):
         began = time.perf_counter()
         checkpoint.save(payload(-1), path)
         duration = time.perf_counter() - began
@@ -57,9 +57,9 @@ def kill_writers(path: Path) -> None:
     path.with_name("torn").write_text(str(torn))
 
 
-def test_sixty_kills_never_leave_a_torn_checkpoint(tmp_path):
+def test_forty_kills_never_leave_a_torn_checkpoint(tmp_path):
     assert in_child(kill_writers, tmp_path / "last.pt") == 0
-    assert int((tmp_path / "torn").read_text()) >= 12  # so many kills came in the middle of a write
+    assert int((tmp_path / "torn").read_text()) > 8  # so many kills came in the middle of a write
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_and_no_scrap(tmp_path):
@@ -187,7 +187,7 @@ def test_so_do_the_other_tasks_and_a_learned_grid(tmp_path, corpora, start, task
     same_run(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("step, number", [(0, signal.SIGTERM), (1, signal.SIGKILL)])
+@pytest.mark.parametrize("step, number", [(0, signal.SIGTERM), (3, signal.SIGKILL)])
 def test_best_stays_the_best_over_a_stop(tmp_path, step, number):
     wild = dict(learning_rate=0.5, eval_interval=1, checkpoint_interval=1)  # the loss rises after the first step
     run(tmp_path / "whole", **wild)
@@ -211,12 +211,15 @@ def test_the_same_command_twice_is_refused_while_the_first_lives(tmp_path, whole
     knobs = dict(checkpoint_interval=4, eval_interval=4)
     first = conftest.forks.Process(target=train_until, args=(6, signal.SIGSTOP, tmp_path, knobs))
     first.start()
-    end = time.monotonic() + 60
-    while time.monotonic() < end and not ((tmp_path / "log.jsonl").exists() and len(log(tmp_path)) == 6):
-        time.sleep(0.02)
-    refused(ValueError, f"{tmp_path} is in use by process {first.pid} .*choose another --out_dir", tmp_path, **knobs)
-    first.kill()
-    first.join()
+    try:
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not ((tmp_path / "log.jsonl").exists() and len(log(tmp_path)) == 6):
+            time.sleep(0.02)
+        match = f"{tmp_path} is in use by process {first.pid} .*choose another --out_dir"
+        refused(ValueError, match, tmp_path, **knobs)
+    finally:
+        first.kill()
+        first.join()
     (tmp_path / "last.pt.1-ab.tmp").write_text("what a kill left")
     with open(tmp_path / "log.jsonl", "a") as file:
         file.write('{"step": 6, "lo')

@@ -84,9 +84,6 @@ def without(rows: list[dict], *names: str) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in ("seconds", *names)} for row in rows]
 
 
-# Verdicts
-
-
 def test_teacher_forcing_gives_the_verdict_of_a_plain_forward_on_each_string(model):
     for source, got in zip(strings(), teacher_forced(model, strings(), NEWLINE), strict=True):
         n = len(source)
@@ -309,9 +306,6 @@ def test_answers_are_scored_as_text_when_decoded_and_must_end(monkeypatch):
     assert endless[:3] == (4, 1, 3)  # all symbols are right, but it does not end
 
 
-# The report on text
-
-
 def test_the_loss_on_text_is_that_of_each_window(start, corpora, tmp_path):
     argv = flags(str(start), val_data=corpora / "val", windows=20, out_dir=tmp_path)
     config = configurator.configure(EvalConfig, argv=argv)
@@ -331,9 +325,6 @@ def test_the_loss_on_text_is_that_of_each_window(start, corpora, tmp_path):
     assert on_two_ranks(script, argv) == [0, 0]  # no validation.jsonl: the run stopped early
     (two,) = json.loads((tmp_path / "losses.json").read_text())
     assert two | {"loss": 0} == pytest.approx(row | {"loss": 0}) and two["loss"] == pytest.approx(row["loss"])
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ ROOMS = {  # each file, and what it imports of ours: only what stands above it
     "tokenizer": "",
     "documents": "configurator",
     "data_dclm": "configurator data_copy tokenizer documents",
-    "hf": "configurator rope2d model tokenizer",
-    "checkpoint": "configurator model hf",
+    "checkpoint": "configurator model",
     "sample": "configurator rope2d model tokenizer checkpoint",
+    "hf": "configurator rope2d model tokenizer checkpoint sample",
     "train": "configurator rope2d model data_copy data_text tokenizer data_dclm hf checkpoint",
     "eval": "configurator plots rope2d model data_copy data_text tokenizer data_dclm hf checkpoint sample",
 }
