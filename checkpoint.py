@@ -188,13 +188,16 @@ def read(path: str | Path) -> dict:
     that is damaged or not ours."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such checkpoint; train.py writes last.pt and best.pt into its out_dir")
+        hint = "expected a run's directory, which has last.pt, a checkpoint, or a folder with a config.json"
+        raise FileNotFoundError(f"{path}: no such checkpoint; {hint}")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load looks neither at checksums nor for what it calls folders
             flagged = [record.filename for record in archive.infolist() if record.external_attr]
             if bad := archive.testzip() or flagged:
                 raise zipfile.BadZipFile(f"damaged record {bad}")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except PermissionError:
+        raise
     except Exception as error:  # a damaged file fails in a dozen ways
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         hint = "put a copy in its place, or move it away and train again"
@@ -204,7 +207,7 @@ def read(path: str | Path) -> dict:
     return saved
 
 
-FREQUENCIES = {"pos_encoding", "freqs", "freqs_seed", "freqs_learned", "rotary_fraction", "rope_theta", "head_dim"}
+FREQUENCIES = {"pos_encoding", "freqs", "freqs_seed", "freqs_learned", "rotary_fraction", "rope_theta"}
 
 
 def load_model(saved: dict, device: str | torch.device = "cpu", **changes: Any) -> Decoder:
@@ -212,7 +215,11 @@ def load_model(saved: dict, device: str | torch.device = "cpu", **changes: Any) 
     ValueError for changes that need weights of other shapes."""
     weights = saved["model"]
     model = Decoder(model_config_of(saved, **changes), weights["newlines"])
-    if changes.keys() & FREQUENCIES:  # frequencies are the new config's
+    changed = {name for name, value in changes.items() if saved["config"].get(name, "absent") != value}
+    for name in sorted(changed & {"tie_weights", "n_head", "n_kv_head", "head_dim"}):  # shapes alone do not show these
+        theirs = f"the checkpoint's weights have {name}={saved['config'][name]}"
+        raise ValueError(f"{name}={changes[name]}: {theirs}; leave it out, or train from scratch")
+    if changed & FREQUENCIES:  # frequencies are the new config's
         own = model.state_dict()
         weights = {name: p for name, p in weights.items() if "rotary." not in name}
         for name, p in own.items():
@@ -255,12 +262,11 @@ def decay_start(max_steps: int) -> int:
 
 def check_same_tokens(init_from: str, theirs: dict, ours: dict) -> None:
     """ValueError where the model of init_from was trained with another vocabulary or tokenizer."""
-    for kind in ("tokenizer", "vocabulary"):
+    hints = {"tokenizer": "give --tokenizer, which says where its own is", "vocabulary": "start from a run that copies"}
+    for kind, hint in hints.items():
         if kind in ours and theirs.get(kind) != ours[kind]:
-            hint = "give --tokenizer, which says where its own is"
-            raise ValueError(
-                f"{init_from} was trained with another {kind}: {theirs.get(kind)}, not {ours[kind]}; {hint}"
-            )
+            known = theirs.get(kind, "none")
+            raise ValueError(f"{init_from} was trained with another {kind}: {known}, not {ours[kind]}; {hint}")
 
 
 def find_run(out: Path, init: str, schedule: str, max_steps: int) -> dict | None:
@@ -293,7 +299,7 @@ def check_same_run(out: Path, saved: dict, config: Mapping[str, Any], data: Mapp
         del fixed["max_steps"]  # see before_decay
     theirs = {name: saved["config"].get(name, "absent") for name in fixed}
     if lines := configurator.diff({**theirs, **saved["data"]}, {**fixed, **data}):
-        hint = f"choose another --out_dir, or move that run away (mv {out} {out}-old)"
+        hint = f"give its values, choose another --out_dir, or move that run away (mv {out} {out}-old)"
         raise ValueError("\n  ".join([f"{out} holds another run: {hint}", *lines]))
 
 
@@ -305,8 +311,8 @@ def before_decay(out: Path, saved: dict, max_steps: int) -> dict:
     if saved["step"] > start and stable.exists():
         saved = read(stable)
     if saved["step"] > start:
-        hint = f"max_steps={max_steps} would have to start its decay at step {start}: give a larger one"
-        raise ValueError(f"{out} has no checkpoint from before step {saved['step']}, but {hint}")
+        why = f"{out} has no checkpoint from before step {saved['step']}, and the decay starts at step {start}"
+        raise ValueError(f"{why}: choose another --out_dir, or another max_steps than {max_steps}")
     return saved
 
 
@@ -342,7 +348,6 @@ class Logs:
         self.files, self.wandb = {}, None
         if rank_and_world()[0] != 0:
             return
-        self.files = {name: open_log(out / f"{name}.jsonl", step) for name in ("log", "validation")}
         if wandb_project:
             try:
                 import wandb
@@ -353,6 +358,7 @@ class Logs:
                 note.write_text(os.urandom(6).hex())
             run_id = note.read_text()
             self.wandb = wandb.init(project=wandb_project, id=run_id, name=str(out), config=resolved, resume="allow")
+        self.files = {name: open_log(out / f"{name}.jsonl", step) for name in ("log", "validation")}
 
     def write(self, name: str, line: dict[str, Any]) -> None:
         if name in self.files:

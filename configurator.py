@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 WORDS = {"true": True, "false": False, "nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+COMMAND_LINE = "the command line"
 NO_FIT = object()  # what _fit returns for a value of another type
 NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EROFS)  # no such thing here
 
@@ -53,10 +54,10 @@ class Knob:
 
 
 def configure(
-    *classes: type, argv: Sequence[str] | None = None, doc: str | None = None, given: set[str] | None = None
+    *classes: type, argv: Sequence[str] | None = None, doc: str | None = None, given: dict[str, str] | None = None
 ) -> Any:
-    """One instance per class, in order (no tuple around a single one); `argv` is sys.argv[1:] where None. The names
-    that it assigns are added to `given`.
+    """One instance per class, in order (no tuple around a single one); `argv` is sys.argv[1:] where None. The knobs
+    that were set are added to `given`, each with where it was set: the command line, or the path of a config file.
 
     ValueError for an unknown name or a wrong value, FileNotFoundError for a missing config file. --help exits.
     """
@@ -69,11 +70,11 @@ def configure(
     return configs[0] if len(configs) == 1 else configs
 
 
-def resolve(classes: Sequence[type], argv: Sequence[str], given: set[str] | None = None) -> dict[str, Any]:
+def resolve(classes: Sequence[type], argv: Sequence[str], given: dict[str, str] | None = None) -> dict[str, Any]:
     """The value of every knob, by name, after `argv` from left to right; `given` and errors as in `configure`."""
     knobs = _knobs(classes)
     values = {name: knob.default for name, knob in knobs.items()}
-    given = set() if given is None else given
+    given = {} if given is None else given
     for item in argv:
         if not item.startswith("--"):
             values = _run_file(_find(item), values, knobs, given)
@@ -84,8 +85,8 @@ def resolve(classes: Sequence[type], argv: Sequence[str], given: set[str] | None
             raise ValueError(f"--{name}: unknown name, the nearest known one is --{near}; --help lists all")
         if not equals:
             raise ValueError(f"--{name} has no value: write --{name}=... ({_expected(knobs[name].hint)})")
-        values[name] = _check(knobs[name], text, "the command line", _readings(text))
-        given.add(name)
+        values[name] = _check(knobs[name], text, COMMAND_LINE, _readings(text))
+        given[name] = COMMAND_LINE
     return values
 
 
@@ -93,6 +94,17 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
     """A `cls` from those `values` that are fields of it; other names are ignored, missing ones keep their default."""
     knobs = _knobs([cls])
     return cls(**{name: _check(knob, values.get(name, knob.default), "values") for name, knob in knobs.items()})
+
+
+def check_used(given: Mapping[str, str], unused: Mapping[str, str], *configs: Any) -> None:
+    """ValueError for a knob that the command line took off its default, and that is in `unused`, which says what it is
+    for. A config file may set such knobs, since one file serves many runs."""
+    for config in configs:
+        for name, knob in _knobs([type(config)]).items():
+            value = getattr(config, name)
+            if name in unused and given.get(name) == COMMAND_LINE and value != knob.default:
+                why = f"it is for {unused[name]}: leave it out"
+                raise ValueError(f"--{name}={_show(value)} would do nothing here, {why}")
 
 
 def save(path: str | os.PathLike[str], *configs: Any) -> None:
@@ -174,7 +186,7 @@ def lock(folder: str | os.PathLike[str], what: str = "--out_dir") -> BinaryIO:
         return file
     held = weakref.ref(file)  # a forked worker that outlives this process must not keep the lock
     os.register_at_fork(after_in_child=lambda: held() and held().close())
-    for stale in path.parent.glob("*.tmp"):
+    for stale in path.parent.glob(f"*.*-{'[0-9a-f]' * 8}.tmp"):  # as `atomic` names them; others are not ours
         with contextlib.suppress(OSError):
             stale.unlink()
     with contextlib.suppress(OSError):  # the disk may be full: the message above does without
@@ -283,7 +295,7 @@ class _Space(dict):
         self.assigned.add(name)
 
 
-def _run_file(path: Path, values: Mapping[str, Any], knobs: Mapping[str, Knob], given: set[str]) -> dict[str, Any]:
+def _run_file(path: Path, values: Mapping[str, Any], knobs: Mapping[str, Knob], given: dict) -> dict[str, Any]:
     """The values after the config file `path` has run on them; the knobs that it assigns are added to `given`."""
     space = _Space({**WORDS, **values, "__file__": str(path)})
     try:
@@ -299,7 +311,7 @@ def _run_file(path: Path, values: Mapping[str, Any], knobs: Mapping[str, Knob], 
         if name not in knobs and name not in WORDS and not own:
             hint = f"the nearest known one is {_nearest(name, knobs)}; a name of the file's own starts with _"
             raise ValueError(f"{path}: unknown name {name}, {hint}")
-    given.update(space.assigned & knobs.keys())
+    given.update(dict.fromkeys(space.assigned & knobs.keys(), str(path)))
     return {name: _check(knob, space.get(name, values[name]), str(path)) for name, knob in knobs.items()}
 
 

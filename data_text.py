@@ -347,6 +347,10 @@ class WriteConfig:
     seed: int = 0  # of the examples
     stream: Literal["train", "validation", "evaluation"] = "train"  # the three share no example
 
+    def __post_init__(self):
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed}: expected 0 to 2^63 - 1")
+
 
 def main() -> None:
     config, text_config = configurator.configure(WriteConfig, TextCopyConfig, doc=__doc__)

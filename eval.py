@@ -34,7 +34,7 @@ import data_text
 import plots
 from checkpoint import rank_and_world
 from data_copy import IGNORE, SEPARATORS
-from data_dclm import Corpus
+from data_dclm import open_corpus
 from data_text import TextCopyConfig
 from model import Decoder
 from sample import generate, tokenizer_of
@@ -181,22 +181,31 @@ def verdict(wrong: torch.Tensor, lead: torch.Tensor | None = None) -> Verdict:
     return Verdict(len(wrong), int(wrong.sum()), first, margin, weakest)
 
 
+def examples_of(run: str, trained: dict, cell: Cell, config: EvalConfig) -> tuple[list, list[int]]:
+    """The strings of a cell, or in text its chats, and how many tokens the model sees of each."""
+    if cell.kind is None:
+        bounds = cell.low, cell.high, cell.samples, config.eval_seed, cell.repeat_p
+        sources = data_copy.evaluation_strings(cell.task, *bounds)
+        return sources, [2 * len(source) + 5 for source in sources]
+    tokenizer = tokenizer_of(run, trained, config.tokenizer)
+    text = TextCopyConfig(cell.task, tuple(trained["symbols"]), cell.kind, cell.low, cell.high, cell.repeat_p)
+    chats = list(data_text.text_examples(text, cell.samples, config.eval_seed, "evaluation"))
+    return chats, [len(tokenizer.chat(chat["messages"])[0]) - 1 for chat in chats]
+
+
 def evaluate(run: str, model: Decoder, trained: dict, cell: Cell, config: EvalConfig, bar: tqdm | None = None) -> dict:
     """One row of the report. With torchrun, the strings are shared out and the verdicts gathered."""
     rank, world = rank_and_world()
     began = time.perf_counter()
-    mode = "free-running" if config.free_running else "teacher-forced"
-    if cell.kind is None:
-        strings = cell.low, cell.high, cell.samples, config.eval_seed, cell.repeat_p
-        examples = data_copy.evaluation_strings(cell.task, *strings)
-        sizes = [2 * len(source) + 5 for source in examples]
-    else:
+    examples, sizes = examples_of(run, trained, cell, config)
+    if cell.kind is not None:
         tokenizer = tokenizer_of(run, trained, config.tokenizer)
-        text = TextCopyConfig(cell.task, tuple(trained["symbols"]), cell.kind, cell.low, cell.high, cell.repeat_p)
-        examples = list(data_text.text_examples(text, cell.samples, config.eval_seed, "evaluation"))
-        sizes = [len(tokenizer.chat(example["messages"])[0]) for example in examples]
-        if not config.free_running and (tokenizer.name != "bytes" or cell.task == "lists"):
-            mode = "teacher-forced, a lower bound"  # other tokens may be as right
+    if config.free_running:
+        mode = "free-running"
+    elif cell.kind is not None and (tokenizer.name != "bytes" or cell.task == "lists"):
+        mode = "teacher-forced, a lower bound"  # other tokens may be as right
+    else:
+        mode = "teacher-forced"
 
     own = sorted(range(rank, cell.samples, world), key=lambda i: sizes[i])
     together = max(1, config.batch_tokens // max(sizes))
@@ -261,8 +270,6 @@ def cells_of(run: str, model: Decoder, trained: dict, config: EvalConfig) -> lis
     for task in config.tasks:
         if task not in known:
             raise ValueError(f"tasks: {task!r} is not one of {', '.join(known)}")
-    longest = max(high for _, high in lengths)
-    model.check_length(2 * longest if in_text else 2 * longest + 5)
     if in_text and trained["task"] != "finetune":
         raise ValueError(f"{run}: not finetuned on copying; --val_data, or sample.py, shows what it knows")
     if in_text and (not config.kinds or set(config.kinds) - set(data_text.KINDS)):
@@ -272,6 +279,9 @@ def cells_of(run: str, model: Decoder, trained: dict, config: EvalConfig) -> lis
         for task in config.tasks:
             for p in config.repeat_p if task == "repeat-structure" else config.repeat_p[:1]:
                 lines.append([Cell(task, kind, p, *b, n) for b, n in zip(lengths, samples, strict=True)])
+    for line in lines:
+        for cell in line:
+            model.check_length(max(examples_of(run, trained, cell, config)[1]))
     return lines
 
 
@@ -314,8 +324,7 @@ def text_losses(config: EvalConfig) -> list[dict]:
     device, rows = checkpoint.pick_device(config.device), []
     for run, model, trained in load_runs(config, device):
         tokenizer = tokenizer_of(run, trained, config.tokenizer)
-        corpus = Corpus(config.val_data, tokenizer.fingerprint)
-        model.check_length(corpus.length)
+        corpus = open_corpus(config.val_data, tokenizer.fingerprint, model.config.block_size)
         sizes = torch.tensor([len(piece) for piece in tokenizer.token_bytes], device=device)
         windows = corpus.order(np.arange(min(config.windows, corpus.rows)), 0)
         losses, n_bytes = torch.zeros(len(windows), dtype=torch.float64), 0
@@ -341,8 +350,21 @@ def text_losses(config: EvalConfig) -> list[dict]:
     return rows
 
 
+def unused_knobs(config: EvalConfig) -> dict[str, str]:
+    """Knobs that do nothing in this evaluation, and what they are for."""
+    if config.val_data:
+        names = "tasks kinds lengths samples eval_seed repeat_p stop free_running chunk batch_tokens".split()
+        return dict.fromkeys(names, "copies, not for the loss on val_data")
+    unused = {"windows": "val_data"}
+    if "repeat-structure" not in config.tasks:
+        unused["repeat_p"] = "tasks=repeat-structure"
+    return unused
+
+
 def main() -> None:
-    config = configurator.configure(EvalConfig, doc=__doc__)
+    given: dict[str, str] = {}
+    config = configurator.configure(EvalConfig, doc=__doc__, given=given)
+    configurator.check_used(given, unused_knobs(config), config)
     if config.plot:
         plots.pyplot()  # what is missing is noticed before the work
     if "RANK" in os.environ:  # torchrun

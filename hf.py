@@ -366,6 +366,8 @@ def main() -> None:
     if tokenizer is None:
         tokenizer_of(config.run, trained, config.tokenizer)  # ValueError for another than the run's
         tokenizer = config.tokenizer or trained["tokenizer"]
+    if Path(config.out_dir, "last.pt").exists():
+        raise ValueError(f"{config.out_dir} holds a run, which --init_from would no longer find: choose another folder")
     save(model, tokenizer, config.out_dir)
     print(f"{config.out_dir}: written; transformers reads it, with trust_remote_code=True")
 

@@ -58,14 +58,17 @@ class ModelConfig:
         for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "mlp_dim", "vocab_size", "block_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
+        if not 0 <= self.freqs_seed < 2**63:
+            raise ValueError(f"freqs_seed={self.freqs_seed}: expected 0 to 2^63 - 1")
         if self.n_embd % self.n_head and self.head_dim is None:
             raise ValueError(
                 f"n_embd={self.n_embd} is no multiple of n_head={self.n_head}: set head_dim, or change one"
             )
         if self.n_head % self.kv_heads:
             raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}")
-        if not self.qk_norm_init > 0:
-            raise ValueError(f"qk_norm_init={self.qk_norm_init}: expected more than 0, where nothing is learned")
+        for name in ("qk_norm_init", "norm_eps", "init_std", "rope_theta"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: expected more than 0")
         encodings = set(rope2d.layer_encodings(self.pos_encoding, self.n_layer))
         for encoding in encodings:
             rope2d.check_head_dim(encoding, self.head_size)
@@ -323,6 +326,8 @@ class Decoder(nn.Module):
         super().__init__()
         if newlines.shape != (config.vocab_size,):
             raise ValueError(f"newlines has {len(newlines)} entries, vocab_size={config.vocab_size}: they must agree")
+        if config.grid_reset is not None and not 0 <= config.grid_reset < config.vocab_size:
+            raise ValueError(f"grid_reset={config.grid_reset}: expected a token id, 0 to {config.vocab_size - 1}")
         self.config = config
         self.register_buffer("newlines", newlines.long())
         encodings = rope2d.layer_encodings(config.pos_encoding, config.n_layer)
@@ -411,9 +416,8 @@ class Decoder(nn.Module):
     def check_length(self, tokens: int) -> None:
         """ValueError for a sequence longer than block_size."""
         if tokens > self.config.block_size:
-            raise ValueError(
-                f"sequence of {tokens} tokens is longer than the model's block_size={self.config.block_size}"
-            )
+            given = f"sequence of {tokens} tokens is longer than the model's block_size={self.config.block_size}"
+            raise ValueError(f"{given}: make it shorter, or raise that bound with --block_size={tokens}")
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         """tokens (B, T) -> logits (B, T, vocab_size); with targets (B, T), IGNORE where there is none, the summed loss.

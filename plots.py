@@ -54,6 +54,8 @@ def table(rows: Sequence[dict]) -> str:
     for (_, encoding, seed, task), cells in lines.items():
         head = f"{encoding:{first}}{seed:>5}  {task:{second}}"
         text.append(head + "".join(f"{cells.get(column, ''):>16}" for column in columns))
+    if any("lower bound" in row.get("mode", "") for row in rows):
+        text.append("lower bounds, since other tokens may be as right: --free_running=True decodes for real")
     return "\n".join(text)
 
 

@@ -44,6 +44,9 @@ class SampleConfig:
         checkpoint.check_seeds(seed=self.seed)
         if not self.run:
             raise ValueError("run='': expected a run directory or a checkpoint file, as in --run=out/pretrain")
+        check_choice(self.temperature, self.top_k, self.top_p)
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}: expected at least 1")
 
 
 @torch.inference_mode()
@@ -79,17 +82,22 @@ def generate(
         yield new
 
 
-def choose_token(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
-) -> Tensor:
-    """One token for each row of logits (B, vocab_size): (B,). Temperature 0 is greedy; top_k keeps so many likeliest
-    tokens, top_p the fewest that hold that probability. ValueError for values that keep no token."""
-    if temperature < 0:
+def check_choice(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """ValueError for values that keep no token."""
+    if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature={temperature}: expected at least 0")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k={top_k}: expected at least 1, or None")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p}: expected a probability above 0, up to 1, or None")
+
+
+def choose_token(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> Tensor:
+    """One token for each row of logits (B, vocab_size): (B,). Temperature 0 is greedy; top_k keeps so many likeliest
+    tokens, top_p the fewest that hold that probability. ValueError for values that keep no token."""
+    check_choice(temperature, top_k, top_p)
     if temperature == 0:
         return logits.argmax(-1)
     logits, order = (logits / temperature).sort(dim=-1, descending=True)
@@ -246,6 +254,7 @@ def main() -> None:
     tokenizer = tokenizer_of(config.run, trained, config.tokenizer)
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     tokens = tokenizer.encode(prompt).tolist() or [tokenizer.eos]  # a text begins after an end of sequence
+    model.check_length(len(tokens) + config.max_new_tokens - 1)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may need several tokens
     print(prompt, end="", flush=True)
     with checkpoint.autocast(model.newlines.device, config.dtype):

@@ -92,8 +92,14 @@ class Tokenizer:
         return ids, loss_mask
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of tokens, special ones as they are spelled. KeyError for an id that is none."""
-        return self.encoding.decode_bytes([int(i) for i in ids])
+        """The bytes of tokens, special ones as they are spelled; U+FFFD for an id that only pads a vocabulary."""
+        pieces = []
+        for i in map(int, ids):
+            try:
+                pieces.append(self.encoding.decode_single_token_bytes(i))
+            except KeyError:
+                pieces.append("\ufffd".encode())
+        return b"".join(pieces)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, U+FFFD where their bytes are no UTF-8."""

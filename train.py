@@ -17,31 +17,28 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
 import configurator
 import data_copy
-import data_dclm
-import data_text
 import hf
+import tasks
 from checkpoint import decay_start, on_all_ranks, rank_and_world
-from data_copy import IGNORE, CopyConfig, MicroBatches
+from data_copy import IGNORE, CopyConfig
 from data_text import TextCopyConfig
 from model import Decoder, ModelConfig
-from rope2d import newline_table
-from tokenizer import load_tokenizer
+from rope2d import layer_encodings
 
 
 @dataclass
@@ -85,12 +82,23 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
         checkpoint.check_seeds(seed=self.seed)
-        if "," in self.out_dir:
-            raise ValueError(f"out_dir={self.out_dir!r}: expected no comma, which separates runs in eval.py --runs=A,B")
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "gate_lr_scale", "grid_steps", "grad_clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 0")
+        if not 0 <= (self.min_lr or 0) <= self.learning_rate:
+            raise ValueError(f"min_lr={self.min_lr}: expected 0 to learning_rate={self.learning_rate}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected at least 0 and less than 1")
+        if not self.out_dir or "," in self.out_dir:
+            raise ValueError(f"out_dir={self.out_dir!r}: expected a folder without a comma, as in eval.py --runs=A,B")
         for task, names in (("pretrain", ("train_data", "val_data")), ("finetune", ("chats", "val_chats"))):
             for name in names:
                 if getattr(self, name) and self.task != task:
                     raise ValueError(f"{name}={getattr(self, name)!r}: task={self.task!r} does not use it, {task} does")
+        if self.grid_steps and self.init_from:
+            hint = "all weights but the embedding would be drawn anew; leave one of them out"
+            raise ValueError(f"grid_steps={self.grid_steps} with init_from={self.init_from!r}: {hint}")
         if self.grid_steps >= self.max_steps:
             raise ValueError(f"grid_steps={self.grid_steps} of max_steps={self.max_steps}: nothing would learn to copy")
 
@@ -98,66 +106,41 @@ class TrainConfig:
 CONFIGS = ModelConfig, CopyConfig, TextCopyConfig, TrainConfig  # all knobs
 
 
-class Task(NamedTuple):
-    """What a run trains on."""
-
-    batch: Callable[..., MicroBatches]  # (step, "train" or "validation", rank, world, pieces)
-    newlines: Tensor  # (vocab_size,) line breaks in each token
-    fingerprint: dict[str, Any]  # must be the same when a run goes on, and on all ranks
-    contents: dict[str, str] = {}  # must be the same on all ranks; may have been mended when a run goes on
-    weight: Tensor | None = None  # (vocab_size,) of each token as a target of training; None: all count the same
-
-
-def copy_task(config: TrainConfig, copy_config: CopyConfig, model_config: ModelConfig) -> Task:
-    if 2 * copy_config.max_length + 5 > model_config.block_size:
-        given = f"max_length={copy_config.max_length} makes sequences of {2 * copy_config.max_length + 5} tokens"
-        raise ValueError(f"{given}: block_size={model_config.block_size} is too short")
-
-    def batch(step: int, stream: str, *shard: int) -> MicroBatches:
-        return data_copy.copy_batch(copy_config, config.batch_size, step, config.seed, stream, *shard)
-
-    weight = None
-    if copy_config.closing_weight != 1:
-        weight = torch.ones(len(data_copy.VOCAB))  # a separator is a target only where it ends a copy
-        weight[data_copy.SEPARATORS[copy_config.separator]] = copy_config.closing_weight
-    newlines = newline_table(data_copy.TOKEN_BYTES)
-    return Task(batch, newlines, {"vocabulary": data_copy.VOCAB}, weight=weight)
-
-
-def pretrain_task(config: TrainConfig, model_config: ModelConfig) -> Task:
-    """Trains on one corpus in an order of config.seed; validates on fixed windows of another, whatever the seed."""
-    tokenizer = load_tokenizer(config.tokenizer)
-    if not config.train_data or not config.val_data:
-        raise ValueError("task='pretrain' needs --train_data=DIR and --val_data=DIR, folders of shards (data_dclm.py)")
-    fits, validation_rows = (tokenizer.fingerprint, model_config.block_size), config.eval_steps * config.batch_size
-    corpora = {
-        "train": data_dclm.open_corpus(config.train_data, *fits),
-        "validation": data_dclm.open_corpus(config.val_data, *fits, validation_rows),
-    }
-
-    def batch(step: int, stream: str, *shard: int) -> MicroBatches:
-        seed = config.seed if stream == "train" else 0
-        return data_dclm.text_batch(corpora[stream], config.batch_size, step, seed, *shard)
-
-    digests = {f"{stream} corpus": corpus.digest for stream, corpus in corpora.items()}
-    newlines = newline_table(tokenizer.token_bytes, model_config.vocab_size)
-    return Task(batch, newlines, {"tokenizer": tokenizer.fingerprint} | digests)
-
-
-def finetune_task(config: TrainConfig, text_config: TextCopyConfig, model_config: ModelConfig) -> Task:
-    """Chats, from files or made as they are needed; the loss is on what the assistant says. All that could be too long
-    for the model is found now, not at its step."""
+def make_task(
+    model_config: ModelConfig, copy_config: CopyConfig, text_config: TextCopyConfig, config: TrainConfig
+) -> tasks.Task:
+    order, sizes = (config.batch_size, config.seed), (model_config.block_size, model_config.vocab_size)
+    if config.task == "copy":
+        return tasks.copy_task(copy_config, *order, *sizes)
+    if config.task == "pretrain":
+        rows = config.eval_steps * config.batch_size
+        return tasks.pretrain_task(config.tokenizer, config.train_data, config.val_data, rows, *order, *sizes)
     if not config.init_from:
         raise ValueError("task='finetune' needs --init_from=DIR, a run directory of ours or a Hugging Face folder")
-    tokenizer, longest = load_tokenizer(config.tokenizer), model_config.block_size
-    files = {"train": config.chats, "validation": config.val_chats}
-    chat, counts, contents = data_text.chat_source(text_config, files, config.seed, tokenizer.chat, longest)
+    return tasks.finetune_task(text_config, config.tokenizer, config.chats, config.val_chats, *order, *sizes)
 
-    def batch(step: int, stream: str, *shard: int) -> MicroBatches:
-        return data_text.chat_batch(partial(chat, stream), config.batch_size, step, *shard)
 
-    newlines = newline_table(tokenizer.token_bytes, model_config.vocab_size)
-    return Task(batch, newlines, {"tokenizer": tokenizer.fingerprint} | counts, contents)
+def unused_knobs(
+    model_config: ModelConfig, copy_config: CopyConfig, text_config: TextCopyConfig, config: TrainConfig
+) -> dict[str, str]:
+    """Knobs that do nothing in this run, and what they are for."""
+    encodings, unused = set(layer_encodings(model_config.pos_encoding, model_config.n_layer)), {}
+
+    def only(used: bool, what: str, *names: str) -> None:
+        if not used:
+            unused.update(dict.fromkeys(names, what))
+
+    only(copy_config.copy_task == "repeat-structure", "copy_task=repeat-structure", "repeat_p")
+    only(text_config.text_task == "repeat-structure", "text_task=repeat-structure", "text_repeat_p")
+    only(config.task == "copy", "task=copy", *(field.name for field in fields(CopyConfig)))
+    only(config.task == "finetune", "task=finetune", *(field.name for field in fields(TextCopyConfig)))
+    only(config.task != "copy", "task=pretrain and task=finetune", "tokenizer")
+    only(model_config.qk_norm, "qk_norm=True", "qk_norm_init")
+    rotates = bool(encodings - {"nope", "alibi"})
+    only(rotates, "encodings that rotate", "freqs", "freqs_learned", "rotary_fraction", "rope_theta")
+    only("auto-2d-rope" in encodings, "auto-2d-rope", "auto_gate", "auto_bias", "gate_lr_scale")
+    only(not config.init_from, "weights that are drawn", "init_std", "shared_embed_init", "zero_init_residual")
+    return unused
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
@@ -199,7 +182,9 @@ def make_optimizer(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
 class Run:
     """The state of a run: model, optimizer, step, and the best validation loss so far."""
 
-    def __init__(self, config: TrainConfig, task: Task, model: Decoder, resolved: dict[str, Any], saved: dict | None):
+    def __init__(
+        self, config: TrainConfig, task: tasks.Task, model: Decoder, resolved: dict[str, Any], saved: dict | None
+    ):
         self.config, self.task, self.resolved, self.out = config, task, resolved, Path(config.out_dir)
         self.rank, self.world = rank_and_world()
         self.batch = lambda step, stream: task.batch(step, stream, self.rank, self.world, config.grad_accum)
@@ -263,7 +248,7 @@ class Run:
         self.wrap()
 
     def train_step(
-        self, batch: MicroBatches, upcoming: Future, stop: checkpoint.StopSignal
+        self, batch: data_copy.MicroBatches, upcoming: Future, stop: checkpoint.StopSignal
     ) -> tuple[dict[str, Any], bool, bool]:
         """One optimizer step. Returns the log's line, whether any rank has got a signal, and whether any has failed to
         make its next batch. RuntimeError for a loss that is not finite."""
@@ -292,8 +277,8 @@ class Run:
         total = checkpoint.sum_over_ranks(self.device, loss, bool(stop.number), failed, n_tokens, pairs)
         loss, stopped, failed, n_tokens, pairs, norm = torch.cat([total, norm.to(total)[None]]).tolist()  # one sync
         if not math.isfinite(loss) or not math.isfinite(norm):
-            where = f"{config.out_dir}/last.pt has the weights before it"
-            raise RuntimeError(f"step {self.step}: loss {loss}, gradient norm {norm}; {where}, for --init_from")
+            hint = f"give --init_from={self.out}/last.pt, a lower --learning_rate and another --out_dir"
+            raise RuntimeError(f"step {self.step}: loss {loss}, gradient norm {norm}; to go on from there, {hint}")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -310,7 +295,7 @@ def start_run(
     copy_config: CopyConfig,
     text_config: TextCopyConfig,
     config: TrainConfig,
-    given: Collection[str],
+    given: Mapping[str, str],
 ) -> Run:
     """A new run, or one that goes on. Where weights come from elsewhere, so does model_config, but for the knobs in
     `given`. ValueError if out_dir holds another run, RuntimeError if the ranks differ."""
@@ -329,19 +314,15 @@ def start_run(
     if config.grid_steps and model_config.tie_weights:
         hint = "the embedding does not learn in these steps, and it would be the output layer too"
         raise ValueError(f"grid_steps={config.grid_steps} with tie_weights=True: {hint}")
-    if config.task == "copy":
-        task = copy_task(config, copy_config, model_config)
-    elif config.task == "pretrain":
-        task = on_all_ranks(lambda: pretrain_task(config, model_config))
-    else:
-        task = on_all_ranks(lambda: finetune_task(config, text_config, model_config))
+    task = on_all_ranks(lambda: make_task(model_config, copy_config, text_config, config))
+    if model:
+        checkpoint.check_same_tokens(config.init_from, known, task.fingerprint)
     model_config.vocab_size = model_config.vocab_size or len(task.newlines)
     if model_config.vocab_size != len(task.newlines):
         hint = "leave it None, or give as many or more"
         raise ValueError(f"vocab_size={model_config.vocab_size}: the data has {len(task.newlines)} tokens; {hint}")
-    if model:
-        checkpoint.check_same_tokens(config.init_from, known, task.fingerprint)
     all_configs = model_config, copy_config, text_config, config
+    configurator.check_used(given, unused_knobs(*all_configs), *all_configs)
     resolved = {name: value for part in all_configs for name, value in asdict(part).items()}
     checkpoint.check_same_ranks(resolved | task.fingerprint | task.contents)
     if saved:
@@ -363,7 +344,7 @@ def train(
     copy_config: CopyConfig,
     text_config: TextCopyConfig,
     config: TrainConfig,
-    given: Collection[str] = (),
+    given: Mapping[str, str] | None = None,
 ) -> None:
     """Trains to max_steps and leaves out_dir complete; `given` names the knobs that were set, see start_run.
 
@@ -375,18 +356,19 @@ def train(
         needed = f"grad_accum={config.grad_accum} x {world} processes"
         raise ValueError(f"batch_size={config.batch_size}: expected at least {needed}")
     with on_all_ranks(lambda: configurator.lock(out) if rank == 0 else nullcontext()):
-        run = start_run(model_config, copy_config, text_config, config, given)
+        run = start_run(model_config, copy_config, text_config, config, given or {})
         validated = checkpoint.gather(checkpoint.last_validated(out))[0]
         if run.step >= config.max_steps and validated >= config.max_steps:
             if rank == 0:
                 print(f"{config.out_dir}: all {run.step} steps are done already")
             return
+        logs = on_all_ranks(lambda: checkpoint.Logs(out, run.step, config.wandb, run.resolved))
         if rank == 0:
-            configurator.save(out / "config.py", model_config, copy_config, text_config, config)
+            configurator.save(out / "config.py", run.model.config, copy_config, text_config, config)
             checkpoint.write_facts(out / "run.json", run.model, run.task.fingerprint | run.task.contents)
         if run.step == 0:
             run.save("last.pt")  # from here on out_dir belongs to this config
-        run_steps(run, checkpoint.Logs(out, run.step, config.wandb, run.resolved))
+        run_steps(run, logs)
 
 
 def run_steps(run: Run, logs: checkpoint.Logs) -> None:
@@ -436,7 +418,7 @@ def run_steps(run: Run, logs: checkpoint.Logs) -> None:
 
 
 def main() -> None:
-    given: set[str] = set()
+    given: dict[str, str] = {}
     configs = configurator.configure(*CONFIGS, doc=__doc__, given=given)
     if "RANK" in os.environ:  # torchrun
         dist.init_process_group("nccl" if checkpoint.pick_device(configs[-1].device).type == "cuda" else "gloo")

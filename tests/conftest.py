@@ -80,7 +80,7 @@ def fresh(**knobs) -> Decoder:
 
 def run(out: Path, **knobs) -> dict:
     """Trains in this process, as the command line would; what last.pt holds."""
-    given: set[str] = set()
+    given: dict[str, str] = {}
     parts = configurator.configure(*train.CONFIGS, argv=flags(out_dir=out, **knobs), given=given)
     train.train(*parts, given=given)
     return torch.load(out / "last.pt")

@@ -220,7 +220,7 @@ def test_the_same_command_twice_is_refused_while_the_first_lives(tmp_path, whole
     finally:
         first.kill()
         first.join()
-    (tmp_path / "last.pt.1-ab.tmp").write_text("what a kill left")
+    (tmp_path / "last.pt.1-0123abcd.tmp").write_text("what a kill left")
     with open(tmp_path / "log.jsonl", "a") as file:
         file.write('{"step": 6, "lo')
     run(tmp_path, **knobs)
@@ -261,7 +261,7 @@ def test_the_directory_of_another_run_is_refused_with_its_knobs_named(whole):
         ({"max_steps": 20, "n_layer": 2}, "n_layer: 1 there, 2 here(.|\n)*max_steps: 10 there, 20 here"),
         ({"seed": 1}, "seed: 0 there, 1 here"),
     ):
-        match = rf"holds another run: choose another --out_dir, or move that run away \(mv {whole} (.|\n)*{lines}"
+        match = rf"holds another run: give its values, choose another --out_dir, or move .* \(mv {whole} (.|\n)*{lines}"
         refused(ValueError, match, whole, **knobs)
 
 

@@ -166,9 +166,12 @@ def test_later_ones_win(config, tmp_path):
     a, b = config("batch_size = 2\nholdout = 2", "a.py"), config("batch_size *= 3\nout_dir = __file__", "b.py")
     got = train("--batch_size=1", a, b, "--holdout=3")
     assert (got.batch_size, got.holdout, got.out_dir) == (6, 3, str(tmp_path / "b.py"))
-    given, text = {"task"}, "n_layer = 4\n_own = 3\nfor _i in range(2):\n    batch_size = _i + 1\nlearning_rate *= 1"
+    given, text = (
+        {"task": "elsewhere"},
+        "n_layer = 4\n_own = 3\nfor _i in range(2):\n    batch_size = _i + 1\nlearning_rate *= 1",
+    )
     configure(Model, Train, argv=[config(text), "--compile=False"], given=given)
-    assert given == {"task", "n_layer", "batch_size", "learning_rate", "compile"}  # compile has its default
+    assert given.keys() == {"task", "n_layer", "batch_size", "learning_rate", "compile"}  # compile has its default
 
 
 def test_the_working_directory_comes_before_the_scripts_folder(config, tmp_path, monkeypatch):
@@ -374,16 +377,17 @@ def test_a_lock_lasts_as_long_as_its_process(config, worker):
     code = f"held, parent = lock('run'), os.getpid()\nworker = {worker}\n"
     holder = start(code + "if os.getpid() == parent:\n    print(worker, flush=True)\ntime.sleep(60)")
     worker = int(holder.stdout.readline())
-    config("", "run/a.tmp")
+    config("", "run/a.1-0123abcd.tmp")
+    config("", "run/my.tmp")
     with pytest.raises(ValueError) as caught:
         lock("run", "--where")
     who = f"process {holder.pid} on {os.uname().nodename}"
     assert str(caught.value) == f"run is in use by {who}: wait for it, stop it, or choose another --where"
-    assert sorted(os.listdir("run")) == [".lock", "a.tmp"]
+    assert sorted(os.listdir("run")) == [".lock", "a.1-0123abcd.tmp", "my.tmp"]
     holder.kill()  # -9
     holder.wait()
     with lock("run"):
-        assert os.listdir("run") == [".lock"]
+        assert sorted(os.listdir("run")) == [".lock", "my.tmp"]  # which nobody but `atomic` names so
         with pytest.raises(ValueError, match=f"^run is in use by process {os.getpid()} on .*choose another --out_dir$"):
             lock("run")
     with pytest.warns(ResourceWarning):
@@ -450,3 +454,15 @@ def test_output_that_nobody_reads(run, unbuffered):
         process.stdin.write("now\n")
         process.stdin.close()
         assert (process.wait(60), process.stderr.read()) == (141, "")
+
+
+def test_a_knob_that_would_do_nothing_is_refused_where_a_person_typed_it(config):
+    def used(*argv: str) -> None:
+        given: dict[str, str] = {}
+        configs = configure(Model, Train, argv=argv, given=given)
+        configurator.check_used(given, {"n_layer": "deep models"}, *configs)
+
+    used(config("n_layer = 5"))  # a file serves many runs
+    used(f"--n_layer={Model().n_layer}")  # its default
+    with pytest.raises(ValueError, match="^--n_layer=5 would do nothing here, it is for deep models: leave it out$"):
+        used(config("n_layer = 3"), "--n_layer=5")

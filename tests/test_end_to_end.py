@@ -71,7 +71,11 @@ MISTAKES = [
     (train, ["--pos_encoding=rope3"], "no encoding 'rope3'"),
     (train, ["--n_embd=129"], "set head_dim"),
     (train, ["config/toy_cpy.py"], "toy_copy.py"),
-    (train, ["--task=pretrain", "--tokenizer=gpt2"], "tokenizer='gpt2' needs tiktoken: pip install tiktoken"),
+    (
+        train,
+        ["--task=pretrain", "--tokenizer=gpt2", "--train_data=a", "--val_data=b"],
+        "tokenizer='gpt2' needs tiktoken: pip install tiktoken",
+    ),
     (evaluation, ["--runs=nowhere"], "nowhere: no such checkpoint"),
     (evaluation, [], "--runs=DIR"),
     (evaluation, ["--runs=nowhere", "--samples=99999999999"], "samples=(99999999999,): expected 1 to"),

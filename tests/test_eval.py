@@ -306,8 +306,16 @@ def test_answers_are_scored_as_text_when_decoded_and_must_end(monkeypatch):
     assert endless[:3] == (4, 1, 3)  # all symbols are right, but it does not end
 
 
+@pytest.mark.parametrize("knob", ["--stop=zero", "--lengths=4", "--windows=4", "--repeat_p=0.5"])
+def test_a_knob_that_would_do_nothing_is_refused(knob, monkeypatch):
+    other = "--val_data=x" if knob in ("--stop=zero", "--lengths=4") else "--eval_seed=1"
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--runs=x", knob, other])
+    with pytest.raises(ValueError, match=f"^{knob} would do nothing here, it is for"):
+        evaluation.main()
+
+
 def test_the_loss_on_text_is_that_of_each_window(start, corpora, tmp_path):
-    argv = flags(str(start), val_data=corpora / "val", windows=20, out_dir=tmp_path)
+    argv = [f"--runs={start}", f"--val_data={corpora / 'val'}", "--windows=20", "--device=cpu", f"--out_dir={tmp_path}"]
     config = configurator.configure(EvalConfig, argv=argv)
     (row,) = evaluation.text_losses(config)
     (model, _), corpus = checkpoint.load_run(str(start)), Corpus(corpora / "val")

@@ -20,12 +20,13 @@ ROOMS = {  # each file, and what it imports of ours: only what stands above it
     "data_copy": "",
     "data_text": "data_copy configurator",  # the second as a script alone
     "tokenizer": "",
-    "documents": "configurator",
+    "documents": "",
     "data_dclm": "configurator data_copy tokenizer documents",
     "checkpoint": "configurator model",
     "sample": "configurator rope2d model tokenizer checkpoint",
     "hf": "configurator rope2d model tokenizer checkpoint sample",
-    "train": "configurator rope2d model data_copy data_text tokenizer data_dclm hf checkpoint",
+    "tasks": "rope2d data_copy data_text tokenizer data_dclm",
+    "train": "configurator rope2d model data_copy data_text hf checkpoint tasks",
     "eval": "configurator plots rope2d model data_copy data_text tokenizer data_dclm hf checkpoint sample",
 }
 OURS = {*ROOMS, "scripts", "tests", "conftest"}

@@ -26,6 +26,7 @@ import data_text
 import hf
 import model as decoder
 import rope2d
+import tasks
 import train
 from data_copy import IGNORE, CopyConfig
 from data_text import TextCopyConfig
@@ -208,12 +209,12 @@ def chats(path: Path, *answers: str) -> Path:
     return path
 
 
-def finetuning(**knobs) -> train.Task:
+def finetuning(**knobs) -> tasks.Task:
     model_config, _, text_config, config = configs(task="finetune", **knobs)
-    return train.finetune_task(config, text_config, model_config)
+    return train.make_task(model_config, CopyConfig(), text_config, config)
 
 
-def said(task: train.Task, step: int, stream: str) -> list[list[int]]:
+def said(task: tasks.Task, step: int, stream: str) -> list[list[int]]:
     """The tokens that the loss counts, of each chat in a batch."""
     return [row[row != IGNORE].tolist() for _, targets in task.batch(step, stream) for row in targets]
 
@@ -324,7 +325,7 @@ def test_the_config_of_a_run_passed_back_in_is_the_run(tmp_path, capsys):
     torch.save(state, start / "last.pt")
     first = run(tmp_path / "run", **of_task("finetune", start=start))
     for name in ("run", "again"):
-        given, argv = set(), [str(tmp_path / "run" / "config.py"), f"--out_dir={tmp_path / name}"]
+        given, argv = {}, [str(tmp_path / "run" / "config.py"), f"--out_dir={tmp_path / name}"]
         train.train(*configurator.configure(*train.CONFIGS, argv=argv, given=given), given=given)
         assert ("all 10 steps are done" in capsys.readouterr().out) == (name == "run")
     again = torch.load(tmp_path / "again" / "last.pt")["model"]
@@ -347,7 +348,10 @@ def test_weights_of_another_vocabulary_or_tokenizer_are_no_start(tmp_path, start
 
 IMPOSSIBLE = {
     "copy": [
-        (dict(max_length=30), "max_length=30 makes sequences of 65 tokens: block_size=64 is too short"),
+        (
+            dict(max_length=30),
+            "max_length=30 makes sequences of 65 tokens, block_size=64 is too short: give --block_size=65",
+        ),
         (dict(batch_size=3, grad_accum=4), "batch_size=3: expected at least grad_accum=4 x 1 processes"),
         (dict(device="cuda"), "device='cuda': not on this machine; it has cpu"),
         (dict(vocab_size=30), "vocab_size=30: the data has 37 tokens"),
@@ -355,7 +359,7 @@ IMPOSSIBLE = {
         (dict(seed=-1), "seed=-1: expected 0"),
         (dict(freqs="uniform", freqs_seed=2**64), "freqs_seed=18446744073709551616"),
         (dict(grad_clip=-1.0), "grad_clip=-1.0"),
-        (dict(out=Path("a,b")), "out_dir='a,b': expected no comma"),
+        (dict(out=Path("a,b")), "out_dir='a,b': expected a folder without a comma"),
         # knobs that would do nothing
         (dict(train_data="x"), "train_data='x': task='copy' does not use it, pretrain does"),
         (dict(chats="x"), "chats='x': task='copy' does not use it, finetune does"),
@@ -393,7 +397,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path, monkeypatch, corpora, start
         pretrained(tmp_path / "auto", "auto-2d-rope")
     if knobs.get("tokenizer") == "other":
         other = SimpleNamespace(fingerprint={"size": 5, "sha256": "0"}, token_bytes=[b"a"] * 5)
-        monkeypatch.setattr(train, "load_tokenizer", lambda name: other)
+        monkeypatch.setattr(tasks, "load_tokenizer", lambda name: other)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     missing = {"nowhere", "none", "none.jsonl"} & set(map(str, knobs.values()))
@@ -417,7 +421,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run_at_the_last_good_step(tmp_p
     run(tmp_path / "whole")
     monkeypatch.setattr(train, "make_optimizer", poisoned)
     out = tmp_path / "run"
-    with pytest.raises(RuntimeError, match=f"step {at}: loss [0-9.]+, gradient norm (nan|inf); {out}/last.pt has"):
+    with pytest.raises(
+        RuntimeError, match=f"step {at}: loss [0-9.]+, gradient norm (nan|inf); .*--init_from={out}/last.pt"
+    ):
         run(out, checkpoint_interval=3)
     assert torch.load(out / "last.pt")["step"] == at and not (out / "best.pt").exists()
     monkeypatch.setattr(train, "make_optimizer", make_optimizer)
@@ -484,3 +490,23 @@ def test_parameters_of_the_sizes(size, monkeypatch):
         with torch.device("meta"):
             model = Decoder(config, torch.zeros(config.vocab_size))
         assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+@pytest.mark.parametrize(
+    ("task", "knob"),
+    [
+        ("copy", "--text_max_length=9"),
+        ("copy", "--tokenizer=bytes"),
+        ("copy", "--repeat_p=0.5"),
+        ("copy", "--qk_norm_init=0.5"),
+        ("copy", "--auto_bias=2.0"),
+        ("pretrain", "--noise=0.5"),
+        ("finetune", "--init_std=0.5"),
+    ],
+)
+def test_a_knob_that_would_do_nothing_is_refused_on_the_command_line(task, knob):
+    given: dict[str, str] = {}
+    argv = [f"--task={task}", "--init_from=x" if task == "finetune" else "--seed=1", knob]
+    parts = configurator.configure(*train.CONFIGS, argv=argv, given=given)
+    with pytest.raises(ValueError, match=f"^{knob} would do nothing here, it is for "):
+        configurator.check_used(given, train.unused_knobs(*parts), *parts)

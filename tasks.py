@@ -1,0 +1,90 @@
+"""What a run trains on: strings to copy, text, or chats. The data files make the batches; a task says which."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import data_copy
+import data_dclm
+import data_text
+from data_copy import CopyConfig, MicroBatches
+from data_text import TextCopyConfig
+from rope2d import newline_table
+from tokenizer import load_tokenizer
+
+
+class Task(NamedTuple):
+    """What a run trains on."""
+
+    batch: Callable[..., MicroBatches]  # (step, "train" or "validation", rank, world, pieces)
+    newlines: Tensor  # (vocab_size,) line breaks in each token
+    fingerprint: dict[str, Any]  # must be the same when a run goes on, and on all ranks
+    contents: dict[str, str] = {}  # must be the same on all ranks; may have been mended when a run goes on
+    weight: Tensor | None = None  # (vocab_size,) of each token as a target of training; None: all count the same
+
+
+def copy_task(config: CopyConfig, batch_size: int, seed: int, block_size: int, vocab_size: int | None) -> Task:
+    longest = 2 * config.max_length + 5
+    if longest > block_size:
+        given = f"max_length={config.max_length} makes sequences of {longest} tokens"
+        raise ValueError(f"{given}, block_size={block_size} is too short: give --block_size={longest}")
+
+    def batch(step: int, stream: str, *shard: int) -> MicroBatches:
+        return data_copy.copy_batch(config, batch_size, step, seed, stream, *shard)
+
+    newlines, weight = newline_table(data_copy.TOKEN_BYTES, vocab_size), None
+    if config.closing_weight != 1:
+        weight = torch.ones(len(newlines))  # a separator is a target only where it ends a copy
+        weight[data_copy.SEPARATORS[config.separator]] = config.closing_weight
+    return Task(batch, newlines, {"vocabulary": data_copy.VOCAB}, weight=weight)
+
+
+def pretrain_task(
+    tokenizer_name: str,
+    train_data: str,
+    val_data: str,
+    validation_rows: int,
+    batch_size: int,
+    seed: int,
+    block_size: int,
+    vocab_size: int | None,
+) -> Task:
+    """Trains on one corpus in an order of `seed`; validates on the first rows of another, whatever the seed."""
+    if not train_data or not val_data:
+        raise ValueError("task='pretrain' needs --train_data=DIR and --val_data=DIR, folders of shards (data_dclm.py)")
+    tokenizer = load_tokenizer(tokenizer_name)
+    corpora = {
+        "train": data_dclm.open_corpus(train_data, tokenizer.fingerprint, block_size),
+        "validation": data_dclm.open_corpus(val_data, tokenizer.fingerprint, block_size, validation_rows),
+    }
+
+    def batch(step: int, stream: str, *shard: int) -> MicroBatches:
+        return data_dclm.text_batch(corpora[stream], batch_size, step, seed if stream == "train" else 0, *shard)
+
+    digests = {f"{stream} corpus": corpus.digest for stream, corpus in corpora.items()}
+    newlines = newline_table(tokenizer.token_bytes, vocab_size)
+    return Task(batch, newlines, {"tokenizer": tokenizer.fingerprint} | digests)
+
+
+def finetune_task(
+    config: TextCopyConfig,
+    tokenizer_name: str,
+    chats: str,
+    val_chats: str,
+    batch_size: int,
+    seed: int,
+    block_size: int,
+    vocab_size: int | None,
+) -> Task:
+    """Chats, from files or made as they are needed; the loss is on what the assistant says."""
+    tokenizer, files = load_tokenizer(tokenizer_name), {"train": chats, "validation": val_chats}
+    chat, counts, contents = data_text.chat_source(config, files, seed, tokenizer.chat, block_size)
+
+    def batch(step: int, stream: str, *shard: int) -> MicroBatches:
+        return data_text.chat_batch(partial(chat, stream), batch_size, step, *shard)
+
+    newlines = newline_table(tokenizer.token_bytes, vocab_size)
+    return Task(batch, newlines, {"tokenizer": tokenizer.fingerprint} | counts, contents)
