@@ -158,16 +158,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     return own.lerp(before, (before_sum - own_sum).sigmoid()[..., None].to(own.dtype))
 
 
-def make_rotary(config: ModelConfig, encoding: str) -> rope2d.Rotary:
-    return rope2d.Rotary(
-        encoding,
-        config.head_size,
-        config.freqs,
-        config.rope_theta,
-        config.freqs_seed,
-        config.rotary_fraction,
-        config.freqs_learned,
-    )
+def make_rotary(c: ModelConfig, encoding: str) -> rope2d.Rotary:
+    return rope2d.Rotary(encoding, c.head_size, c.freqs, c.rope_theta, c.freqs_seed, c.rotary_fraction, c.freqs_learned)
 
 
 class AttentionContext(NamedTuple):

@@ -34,6 +34,7 @@ LLAMA3_PATTERN += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_SPECIALS = "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id"
 LLAMA3_SPECIALS += " step_id start_header_id end_header_id eom_id eot_id python_tag image"
 LLAMA3_SPECIALS = LLAMA3_SPECIALS.split() + [f"reserved_special_token_{i}" for i in range(2, 246)]
+ENDS = ("<|endoftext|>", "<|end_of_text|>")  # of documents: Qwen3's and GPT-2's, Llama-3's
 
 
 class Tokenizer:
@@ -131,7 +132,8 @@ def load_tokenizer(name: str) -> Tokenizer:
             raise RuntimeError(f"tokenizer={name!r}: {how} ({type(error).__name__}: {error})") from error
     path = Path(name)
     if path.is_dir():
-        return Tokenizer(_byte_level_bpe(path / "tokenizer.json"), "<|endoftext|>")
+        encoding = _byte_level_bpe(path / "tokenizer.json")
+        return Tokenizer(encoding, next(end for end in ENDS if end in encoding.special_tokens_set))
     if name == "llama3":
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             for file in importlib.metadata.files("llama-models") or ():
@@ -192,8 +194,8 @@ def _byte_level_bpe(path: Path) -> "tiktoken.Encoding":
     fault = ""
     if len(patterns) != 1:
         fault = f"{len(patterns)} regular expressions in pre_tokenizer, expected one Split"
-    elif "<|endoftext|>" not in specials:
-        fault = "no <|endoftext|> among added_tokens, with which documents end"
+    elif not any(end in specials for end in ENDS):
+        fault = f"neither {' nor '.join(ENDS)} among added_tokens, with which documents end"
     elif merged != sorted(merged):
         fault = "merges are not in the order of their ids, which tiktoken merges by"
     if fault:

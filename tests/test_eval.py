@@ -306,9 +306,9 @@ def test_answers_are_scored_as_text_when_decoded_and_must_end(monkeypatch):
     assert endless[:3] == (4, 1, 3)  # all symbols are right, but it does not end
 
 
-@pytest.mark.parametrize("knob", ["--stop=zero", "--lengths=4", "--windows=4", "--repeat_p=0.5"])
+@pytest.mark.parametrize("knob", ["--stop=zero", "--chunk=4", "--windows=4", "--repeat_p=0.5,0.7"])
 def test_a_knob_that_would_do_nothing_is_refused(knob, monkeypatch):
-    other = "--val_data=x" if knob in ("--stop=zero", "--lengths=4") else "--eval_seed=1"
+    other = "--val_data=x" if knob in ("--stop=zero", "--chunk=4") else "--eval_seed=1"
     monkeypatch.setattr(sys, "argv", ["eval.py", "--runs=x", knob, other])
     with pytest.raises(ValueError, match=f"^{knob} would do nothing here, it is for"):
         evaluation.main()

@@ -187,7 +187,7 @@ def test_equal_files_have_one_fingerprint_whatever_their_folder_is_called(folder
     (lambda facts: facts.update(pre_tokenizer=None), "expected byte-level BPE"),
     (lambda facts: facts["pre_tokenizer"]["pretokenizers"].pop(0), "0 regular expressions"),
     (lambda facts: facts["pre_tokenizer"]["pretokenizers"].extend(facts["pre_tokenizer"]["pretokenizers"]), "2 reg"),
-    (lambda facts: facts["added_tokens"].pop(0), r"no <\|endoftext\|> among added_tokens"),
+    (lambda facts: facts["added_tokens"].pop(0), r"neither <\|endoftext\|> nor <\|end_of_text\|> among added_tokens"),
     (lambda facts: facts["model"]["merges"].reverse(), "merges are not in the order of their ids"),
 ])  # fmt: skip
 def test_a_tokenizer_json_of_another_kind_is_refused(folder, change, message):
