@@ -470,7 +470,7 @@ def test_what_cannot_be_written_or_imported(tmp_path, monkeypatch):
 
 # Tokenizers, and what runs on a folder
 
-FUZZ = ["the", " self", "\n", "\n\n", "  ", " ", "\t", "12345", "7", "é", "日本", "'s", "'LL", "!!", "\r\n", "<|im"]
+FUZZ = ["the", " self", "\n", "\n\n", "  ", " ", "\t", "12345", "7", "é", "日本", "'s", "'LL", "!!", "\r\n", "\nxyz\n"]
 PATTERNS = dict(bytes=r"[\s\S]", llama3=LLAMA3_PATTERN, chatml=LLAMA3_PATTERN)
 PATTERNS["gpt2"] = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 PATTERNS["cl100k"] = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$"
@@ -478,8 +478,8 @@ PATTERNS["cl100k"] += r"|\s*[\r\n]|\s+(?!\S)|\s"
 
 
 def small(name: str) -> Tokenizer:
-    """With one of PATTERNS, a few merges, and as in cl100k ids that are no token."""
-    pieces = b"th,the, t, the,\n\n,  ,12,123,se,el,lf,elf,self,\r\n".split(b",")
+    """With one of PATTERNS, a few merges, a word that none makes, and as in cl100k ids that are no token."""
+    pieces = b"th,the, t, the,\n\n,  ,12,123,se,el,lf,elf,self,\r\n,xyz".split(b",")
     ranks = {piece: i for i, piece in enumerate([bytes([i]) for i in range(256)] + pieces * (name != "bytes"))}
     end = "<|end_of_text|>" if name == "llama3" else "<|endoftext|>"
     ends = [end, "<|im_start|>", "<|im_end|>"] if name == "chatml" else [end]
@@ -512,8 +512,10 @@ def test_autotokenizer_gives_the_tokens_and_the_chats_of_our_tokenizer(name, tmp
     assert ids[loss_mask][-1] in ends and tokenizer.eos in ends
     if name != "cl100k":  # whose \p{N}{1,3}+ Hugging Face writes otherwise
         assert hf.fingerprint(tmp_path / "a") == tokenizer.fingerprint
-    hf.save(model, str(tmp_path / "a"), tmp_path / "b")
-    assert (tmp_path / "b" / "tokenizer.json").read_bytes() == (tmp_path / "a" / "tokenizer.json").read_bytes()
+    own = tmp_path / "a" / "tokenizer.json"
+    own.write_text(json.dumps(json.loads(own.read_text()), indent=2))
+    hf.save(model, str(own.parent), tmp_path / "b")
+    assert (tmp_path / "b" / "tokenizer.json").read_bytes() == own.read_bytes()
 
 
 def test_a_run_is_exported_by_the_script_finetuned_and_kept_apart_from_other_tokenizers(tmp_path, monkeypatch):
@@ -536,6 +538,8 @@ def test_a_run_is_exported_by_the_script_finetuned_and_kept_apart_from_other_tok
     write_tokenizer(other)
     with pytest.raises(RuntimeError, match="other: tokenizer.json is not the model's: size: 257 there, 60 here"):
         hf.load(other)
+    hf.save(ours(pos_encoding="nope"), str(other), folder)  # in place of the first
+    assert json.loads((folder / "config.json").read_text())["tokenizer_fingerprint"] == hf.fingerprint(other)
 
 
 def test_a_pipeline_copies_a_string_of_320(tmp_path):

@@ -188,9 +188,6 @@ def test_wrong_values_are_refused_by_name(call, named):
         call()
 
 
-# ALiBi
-
-
 def paper_slopes(H: int) -> list[float]:
     power = 2 ** int(math.log2(H))
     slopes = [2 ** (-8 / power * (i + 1)) for i in range(power)]

@@ -173,7 +173,8 @@ def test_the_knobs_are_those_of_generation(chain, monkeypatch, capsys):
     monkeypatch.setattr(sample, "generate", spy)
     flags = ["--temperature=0.5", "--top_k=3", "--top_p=0.9", "--seed=4", "--max_new_tokens=7", "--dtype=bfloat16"]
     written(chain, monkeypatch, capsys, "--prompt=é", *flags)
-    assert seen == [(False, [[0xC3, 0xA9]], 7, 0.5, 3, 0.9, 4, True)]
+    written(chain, monkeypatch, capsys)
+    assert seen[0] == (False, [[0xC3, 0xA9]], 7, 0.5, 3, 0.9, 4, True) and seen[1][1] == [[256]]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,7 @@ def test_the_knobs_are_those_of_generation(chain, monkeypatch, capsys):
 def test_what_cannot_be_written_is_refused(chain, monkeypatch, capsys, error, match, flags):
     with pytest.raises(error, match=match):
         written(chain, monkeypatch, capsys, *flags)
+    assert capsys.readouterr().out == ""  # not even the prompt
 
 
 def test_the_tokenizer_is_that_of_the_run():
