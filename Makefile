@@ -6,6 +6,8 @@
 # make figure4  every encoding, 1, 4 and 12 layers, four seeds (the paper's Figure 4): out/figure4/; hours
 # make finetune  after pretrain: its models learn to copy strings in text, two seeds each: out/toy_finetune/
 # make lists  after pretrain: its models learn to write lists of numbers: out/toy_lists/
+# OpenMP threads that spin while they wait slow each other ten-fold where anything else is running.
+export OMP_WAIT_POLICY ?= PASSIVE
 PYTHON ?= python3
 PY := .venv/bin/python
 TOY := out/toy_copy

@@ -321,10 +321,12 @@ def copy_accuracy(config: EvalConfig) -> list[dict]:
 def text_losses(config: EvalConfig) -> list[dict]:
     """The report on text: for each run, the loss on the first windows of val_data's own fixed order."""
     rank, world = rank_and_world()
-    device, rows = checkpoint.pick_device(config.device), []
-    for run, model, trained in load_runs(config, device):
+    device, work, rows = checkpoint.pick_device(config.device), [], []
+    for run, model, trained in load_runs(config, device):  # all are checked first
         tokenizer = tokenizer_of(run, trained, config.tokenizer)
         corpus = open_corpus(config.val_data, tokenizer.fingerprint, model.config.block_size)
+        work.append((run, model, trained, tokenizer, corpus))
+    for run, model, trained, tokenizer, corpus in work:
         sizes = torch.tensor([len(piece) for piece in tokenizer.token_bytes], device=device)
         windows = corpus.order(np.arange(min(config.windows, corpus.rows)), 0)
         losses, n_bytes = torch.zeros(len(windows), dtype=torch.float64), 0

@@ -56,7 +56,8 @@ class Tokenizer:
         self.token_bytes = [b""] * self.vocab_size
         for token, rank in encoding._mergeable_ranks.items():
             self.token_bytes[rank] = token
-        computes = [encoding._pat_str, specials, self.eos, [token.hex() for token in self.token_bytes]]
+        pattern = encoding._pat_str.replace("}+", "}")  # cl100k's \p{N}{1,3}+ cuts the same, and hf.py writes it so
+        computes = [pattern, specials, self.eos, [token.hex() for token in self.token_bytes]]
         sha256 = hashlib.sha256(json.dumps(computes, sort_keys=True).encode()).hexdigest()
         self.fingerprint = {"size": self.vocab_size, "sha256": sha256}
         for content, token in specials.items():  # no text, so no bytes; but the rows of 2D-RoPE must count its breaks

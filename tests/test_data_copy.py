@@ -6,7 +6,20 @@ import numpy as np
 import pytest
 
 import data_copy
-from data_copy import IGNORE, STREAMS, TASKS, CopyConfig, copy_batch, evaluation_strings, permute, random_int, strings
+from data_copy import (
+    IGNORE,
+    INPUT,
+    NEWLINE,
+    OUTPUT,
+    STREAMS,
+    TASKS,
+    CopyConfig,
+    copy_batch,
+    evaluation_strings,
+    permute,
+    random_int,
+    strings,
+)
 
 
 def keys(n: int, seed: int = 0) -> tuple:
@@ -170,3 +183,17 @@ def test_evaluation_strings_fill_their_interval_without_noise(task):
 def test_wrong_values_are_refused_by_name(call, named):
     with pytest.raises(ValueError, match=named):
         call()
+
+
+def test_a_task_may_have_another_answer_than_its_source(monkeypatch):
+    monkeypatch.setitem(data_copy.ANSWERS, "uniform", lambda sources, lengths: 1 - sources)
+    sources = np.array([[0, 1, 1], [1, 0, 0]])
+    tokens, targets = data_copy.pack(sources, np.array([3, 2]), NEWLINE, "uniform")
+    assert tokens[0].tolist() == [NEWLINE, INPUT, 0, 1, 1, NEWLINE, NEWLINE, OUTPUT, 1, 0, 0]
+    assert targets[0][targets[0] != IGNORE].tolist() == [1, 0, 0, NEWLINE]
+    assert targets[1][targets[1] != IGNORE].tolist() == [0, 1, NEWLINE]
+    config = CopyConfig("uniform", max_length=5, noise=0.0)
+    ((tokens, targets),) = copy_batch(config, 6, 0, 0)
+    for row, wanted in zip(tokens, targets, strict=True):
+        n = int((wanted != IGNORE).sum()) - 1
+        assert (row[2 : 2 + n] == 1 - wanted[wanted != IGNORE][:-1]).all()
