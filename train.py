@@ -9,7 +9,8 @@
 Config files, then --key=value, later ones winning; --help lists every knob. A run directory holds last.pt and best.pt,
 config.py (pass it back in to run the same again), log.jsonl (a line a step), validation.jsonl, and run.json (command
 line, versions). The same command again goes on where the run stopped. A run with schedule = 'wsd' also goes on to a
-larger max_steps, from stable.pt, its last checkpoint before the learning rate fell.
+larger max_steps, from stable.pt, its last checkpoint before the learning rate fell. A file of chats may be mended in
+between, as long as it has as many chats as before.
 """
 
 import math

@@ -1,7 +1,7 @@
 # Auto-2D-RoPE without line breaks: the separator is a token that no rule knows, and that nothing announces.
 #   python train.py config/toy_copy.py config/toy_auto.py --out_dir=out/toy_auto/auto-2d-rope
 #   python eval.py --runs=out/toy_auto/auto-2d-rope --lengths=20,320,5120,20480 --samples=20,10,4,1
-# About 60 s of one core; 8 of 8 seeds make no mistake at 20,480 (config/sweep_auto.py, README).
+# About 60 s of one core; 8 of 8 seeds make no mistake at 20,480 (config/sweep_auto.py, docs/results.md).
 # With --n_layer=4, 3 minutes of one core: seeds 0, 1, 2 make none at 20,480; seed 3 does at 5,120.
 
 pos_encoding = "auto-2d-rope"

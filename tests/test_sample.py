@@ -11,7 +11,7 @@ from test_model import FIXED, build, close, patterns, random_tokens
 import checkpoint
 import rope2d
 import sample
-from model import Decoder
+from model import Decoder, ModelConfig
 from sample import FastStep, choose_token, generate
 from tokenizer import load_tokenizer
 
@@ -202,3 +202,22 @@ def test_the_tokenizer_is_that_of_the_run():
         sample.tokenizer_of("out/a", {"tokenizer": "bytes", "data": {"tokenizer": {"size": 9}}})
     with pytest.raises(ValueError, match="out/a: not trained on text, so it has no tokenizer"):
         sample.tokenizer_of("out/a", {"data": {"vocabulary": []}})
+
+
+def test_a_new_encoding_is_a_line_in_the_table_of_planes(monkeypatch):
+    pairs = (lambda positions: positions[rope2d.INDEX] // 2, lambda positions: positions[rope2d.INDEX] % 2)
+    monkeypatch.setitem(rope2d.PLANES, "pairs", pairs)
+    config = ModelConfig(n_embd=32, vocab_size=37, pos_encoding="pairs+2d-rope", n_layer=2)
+    model = Decoder(config, torch.arange(37) % 5)
+    positions, _ = rope2d.grid(torch.arange(37)[None], model.newlines)
+    freqs = rope2d.frequencies("geometric", 4, 10_000.0, 0)
+    expected = torch.cat([(positions[0] // 2)[..., None] * freqs, (positions[0] % 2)[..., None] * freqs], -1)
+    torch.testing.assert_close(model.rotary["pairs"](positions)[0], expected.cos().float(), atol=1e-6, rtol=0)
+    for p in model.parameters():
+        p.data.normal_(0, 0.3)
+    tokens = [3, 1, 4, 5, 9, 2, 6]
+    (written,) = torch.stack([*generate(model.eval(), [tokens], 12)], 1).tolist()
+    with torch.no_grad():
+        for _ in range(12):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    assert tokens[7:] == written
