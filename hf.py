@@ -24,7 +24,7 @@ import configurator
 import rope2d
 from model import Decoder, ModelConfig
 from sample import tokenizer_of
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import load_tokenizer, tokenizer_json
 
 SIZES = {  # ModelConfig's names, and Qwen3's
     "vocab_size": "vocab_size",
@@ -40,13 +40,6 @@ QWEN3 = {"qk_norm": True, "freqs": "geometric", "freqs_learned": False, "rotary_
 # What a config.json of Qwen3 may say, and transformers' values for what it leaves out
 KNOWN = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0, "use_sliding_window": False}
 DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
-
-# Tokenizer.chat as a template. Tokenizer.chat encodes each text apart, which makes a difference only where one begins
-# with a line break, and with GPT-2's older pattern where one follows a turn that is not the assistant's.
-CHATML = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-CHATML += "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-PARAGRAPHS = "{% for message in messages %}{{ message.content }}"
-PARAGRAPHS += "{{ eos_token if message.role == 'assistant' else '\n\n' }}{% endfor %}"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -278,8 +271,8 @@ def tokenizer_files(tokenizer: str | list[str], model: Decoder) -> dict[str, byt
         ends = [tokenizer.index(eos), tokenizer.index(pad)]
     else:
         ours, own = load_tokenizer(tokenizer), Path(tokenizer) / "tokenizer.json"
-        contents = own.read_bytes() if own.is_file() else json.dumps(byte_level_bpe(ours)).encode()
-        token_bytes, template = ours.token_bytes, PARAGRAPHS if ours.im_end is None else CHATML
+        contents = own.read_bytes() if own.is_file() else json.dumps(tokenizer_json(ours)).encode()
+        token_bytes, template = ours.token_bytes, ours.chat_template
         eos = pad = ours.decode([ours.eos])
         ends = [ours.eos] if ours.im_end is None else [ours.im_end, ours.eos]
     fits = len(token_bytes) <= c.vocab_size
@@ -309,34 +302,6 @@ def word_level(words: list[str]) -> dict[str, Any]:
     """tokenizer.json for words with blanks between them, as data_copy.text writes them. Another word is an error."""
     model = {"type": "WordLevel", "vocab": {word: i for i, word in enumerate(words)}, "unk_token": "an unknown word"}
     return {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
-
-
-def byte_level_bpe(ours: Tokenizer) -> dict[str, Any]:
-    """tokenizer.json of a tiktoken encoding, which joins any two tokens that make one, lowest rank first, and leaves
-    a word that is one whole."""
-    ranks, specials = ours.encoding._mergeable_ranks, ours.encoding._special_tokens
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2 writes as they are
-    letters = {byte: chr(byte) for byte in plain}
-    for byte in range(256):
-        letters.setdefault(byte, chr(256 + byte - sum(other < byte for other in plain)))
-    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
-    merges = []
-    for token in sorted(ranks, key=ranks.get):
-        halves = [(token[:n], token[n:]) for n in range(1, len(token))]
-        known = [(ranks[a], ranks[b], a, b) for a, b in halves if a in ranks and b in ranks]
-        merges += [(spelled[a], spelled[b]) for _, _, a, b in sorted(known)]
-    flags = {"special": True, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
-    pattern = ours.encoding._pat_str.replace("{1,3}+", "{1,3}")  # cl100k's possessive count, which changes nothing
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    vocab = {spelled[token]: rank for token, rank in ranks.items()} | specials  # in vocab too, or they get other ids
-    return {
-        "version": "1.0",
-        "added_tokens": [{"id": i, "content": content, **flags} for content, i in specials.items()],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True},
-    }
 
 
 def import_safetensors() -> Any:

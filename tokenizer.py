@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,13 @@ LLAMA3_SPECIALS = "begin_of_text end_of_text reserved_special_token_0 reserved_s
 LLAMA3_SPECIALS += " step_id start_header_id end_header_id eom_id eot_id python_tag image"
 LLAMA3_SPECIALS = LLAMA3_SPECIALS.split() + [f"reserved_special_token_{i}" for i in range(2, 246)]
 ENDS = ("<|endoftext|>", "<|end_of_text|>")  # of documents: Qwen3's and GPT-2's, Llama-3's
+
+# Tokenizer.chat as a template. Tokenizer.chat encodes each text apart, which makes a difference only where one begins
+# with a line break, and with GPT-2's older pattern where one follows a turn that is not the assistant's.
+CHATML = "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+CHATML += "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+PARAGRAPHS = "{% for message in messages %}{{ message.content }}"
+PARAGRAPHS += "{{ eos_token if message.role == 'assistant' else '\n\n' }}{% endfor %}"
 
 
 class Tokenizer:
@@ -92,6 +99,11 @@ class Tokenizer:
         ids = np.concatenate([part for part, _ in parts]).astype(np.int64)
         loss_mask = np.concatenate([np.full(len(part), own) for part, own in parts])
         return ids, loss_mask
+
+    @property
+    def chat_template(self) -> str:
+        """`chat` in Jinja, as transformers has it."""
+        return PARAGRAPHS if self.im_end is None else CHATML
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of tokens, special ones as they are spelled; U+FFFD for an id that only pads a vocabulary."""
@@ -168,6 +180,13 @@ def _llama3(path: Path) -> "tiktoken.Encoding":
     return tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials)
 
 
+def gpt2_letters() -> dict[str, int]:
+    """The byte that each letter stands for in a byte-level tokenizer.json, GPT-2's table."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that it writes as they are
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
 def _byte_level_bpe(path: Path) -> "tiktoken.Encoding":
     """The encoding of a tokenizer.json, byte-level BPE as Qwen3 has it, but without Unicode normalisation."""
     import tiktoken
@@ -178,9 +197,7 @@ def _byte_level_bpe(path: Path) -> "tiktoken.Encoding":
         facts = json.loads(path.read_bytes())
     except ValueError as error:
         raise RuntimeError(f"{path}: damaged, expected JSON: fetch it again ({error})") from error
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that GPT-2 writes as they are
-    others = [byte for byte in range(256) if byte not in plain]
-    letters = {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    letters = gpt2_letters()
     try:
         specials = {token["content"]: token["id"] for token in facts["added_tokens"]}
         vocab = {token: i for token, i in facts["model"]["vocab"].items() if token not in specials}
@@ -203,3 +220,28 @@ def _byte_level_bpe(path: Path) -> "tiktoken.Encoding":
         raise ValueError(f"{path}: {fault}: only tokenizers like Qwen3's can be read")
     name = path.parent.resolve().name
     return tiktoken.Encoding(name, pat_str=patterns[0], mergeable_ranks=ranks, special_tokens=specials)
+
+
+def tokenizer_json(ours: Tokenizer) -> dict[str, Any]:
+    """tokenizer.json of a tokenizer: byte-level BPE, which joins any two tokens that make one, lowest rank first, and
+    leaves a word that is one whole. `load_tokenizer` reads it back."""
+    ranks, specials = ours.encoding._mergeable_ranks, ours.encoding._special_tokens
+    letters = {byte: letter for letter, byte in gpt2_letters().items()}
+    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        halves = [(token[:n], token[n:]) for n in range(1, len(token))]
+        known = [(ranks[a], ranks[b], a, b) for a, b in halves if a in ranks and b in ranks]
+        merges += [(spelled[a], spelled[b]) for _, _, a, b in sorted(known)]
+    flags = {"special": True, "normalized": False, "single_word": False, "lstrip": False, "rstrip": False}
+    pattern = ours.encoding._pat_str.replace("{1,3}+", "{1,3}")  # cl100k's possessive count, which changes nothing
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    vocab = {spelled[token]: rank for token, rank in ranks.items()} | specials  # in vocab too, or they get other ids
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": content, **flags} for content, i in specials.items()],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True},
+    }
