@@ -1,5 +1,6 @@
 # make toy    sets up .venv, trains and evaluates the copy toy, draws its plot: out/toy_copy/accuracy.png
 # make test   sets up .venv and runs all tests
+# make transformers4  the tests of exported folders with transformers 4.57, in .venv-transformers4
 # make env    only sets up .venv, from requirements.txt
 # make seeds  the toy with eight seeds: out/toy_seeds/
 # make pretrain  a byte-level model of 5M parameters with rope, 2d-rope and h-rope: out/toy_pretrain/
@@ -15,7 +16,7 @@ SEEDS := out/toy_seeds
 comma := ,
 list = $(subst $() ,$(comma),$(strip $(1)))
 
-.PHONY: env toy seeds figure4 toy-data pretrain finetune lists test
+.PHONY: env toy seeds figure4 toy-data pretrain finetune lists test transformers4
 .DELETE_ON_ERROR:
 
 env: .venv/env
@@ -72,3 +73,8 @@ lists: env
 
 test: .venv/dev
 	$(PY) -m pytest -q
+
+transformers4:
+	test -d .venv-transformers4 || $(PYTHON) -m venv .venv-transformers4
+	.venv-transformers4/bin/python -m pip install --disable-pip-version-check -q -r requirements.txt "transformers==4.57.*" pytest
+	.venv-transformers4/bin/python -m pytest -q tests/test_hf.py
