@@ -331,10 +331,23 @@ def write_facts(path: Path, model: Decoder, data: Mapping[str, Any]) -> None:
     configurator.write_json(path, facts)
 
 
+def read_log(path: Path) -> list[tuple[int, str]]:
+    """Step and text of each whole line of a log; none where there is no file. RuntimeError names a damaged line."""
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(keepends=True) if path.exists() else (), 1):
+        if not line.endswith("\n"):  # torn by a kill
+            break
+        try:
+            found.append((json.loads(line)["step"], line))
+        except (ValueError, KeyError, TypeError) as error:
+            hint = "delete that line, and give the same command again"
+            raise RuntimeError(f"{path}, line {number}: damaged ({error}): {hint}") from error
+    return found
+
+
 def open_log(path: Path, step: int) -> TextIO:
     """A log for appending, cut back to the steps before `step`: the others will be computed again."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+    kept = [line for at, line in read_log(path) if at < step]
     with configurator.atomic(path) as file:
         file.write("".join(kept).encode())
     return open(path, "a")
@@ -369,6 +382,4 @@ class Logs:
 
 def last_validated(out: Path) -> int:
     """The step of the last validation in a run's directory, -1 for none."""
-    path = out / "validation.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return max((json.loads(line)["step"] for line in lines if line.endswith("\n")), default=-1)
+    return max((step for step, _ in read_log(out / "validation.jsonl")), default=-1)

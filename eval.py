@@ -140,7 +140,9 @@ def judge(model: Decoder, inputs: np.ndarray, targets: np.ndarray, chunk: int) -
     return [verdict(~(own > 0), own) for own in (lead[row == i] for i in range(len(inputs)))]
 
 
-def free_running(model: Decoder, sources: Sequence[np.ndarray], separator: int, task: str = "") -> list[Verdict]:
+def free_running(
+    model: Decoder, sources: Sequence[np.ndarray], separator: int, chunk: int = 1024, task: str = ""
+) -> list[Verdict]:
     """Verdicts by greedy decoding, n + 1 tokens for a string of n; margin is nan. ValueError as above."""
     prompts, answers = [], []
     for source in sources:
@@ -149,7 +151,7 @@ def free_running(model: Decoder, sources: Sequence[np.ndarray], separator: int, 
         answers.append(torch.from_numpy(targets[targets != IGNORE]))
     longest = max(map(len, answers))
     model.check_length(2 * longest + 3)
-    written = torch.stack([t.cpu() for t in generate(model, prompts, longest)], dim=1)  # (B, longest)
+    written = torch.stack([t.cpu() for t in generate(model, prompts, longest, chunk=chunk)], dim=1)  # (B, longest)
     return [verdict(out[: len(answer)] != answer) for out, answer in zip(written, answers, strict=True)]
 
 
@@ -162,7 +164,9 @@ def judge_text(model: Decoder, tokenizer: Tokenizer, records: Sequence[dict], fr
     prompts = [ids[: int(loss_mask.argmax())].tolist() for ids, loss_mask in chats]
     longest = max(int(loss_mask.sum()) for _, loss_mask in chats)
     model.check_length(max(map(len, prompts)) + longest)
-    written = torch.stack([token.cpu() for token in generate(model, prompts, longest)], dim=1)  # (N, longest)
+    written = torch.stack(
+        [token.cpu() for token in generate(model, prompts, longest, chunk=chunk)], dim=1
+    )  # (N, longest)
     verdicts = []
     for record, (ids, loss_mask), row in zip(records, chats, written.tolist(), strict=True):
         end = int(ids[loss_mask][-1])
@@ -216,7 +220,7 @@ def evaluate(run: str, model: Decoder, trained: dict, cell: Cell, config: EvalCo
         if cell.kind is not None:
             judged = judge_text(model, tokenizer, group, config.free_running, config.chunk)
         elif config.free_running:
-            judged = free_running(model, group, SEPARATORS[trained["separator"]], cell.task)
+            judged = free_running(model, group, SEPARATORS[trained["separator"]], config.chunk, cell.task)
         else:
             judged = teacher_forced(model, group, SEPARATORS[trained["separator"]], config.chunk, cell.task)
         verdicts.update(zip(ids, judged, strict=True))

@@ -58,10 +58,12 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    chunk: int = 1024,
 ) -> Iterator[Tensor]:
     """Yields the next token of every prompt, (B,) int64, max_new_tokens times; prompts may differ in length.
 
-    temperature, top_k, top_p, seed: see `choose_token`. To stop at a token, leave the loop. ValueError for an empty
+    temperature, top_k, top_p, seed: see `choose_token`. chunk: tokens of the prompts that go through the model at a
+    time. To stop at a token, leave the loop. ValueError for an empty
     prompt, and for more tokens than the model's block_size.
     """
     device = model.newlines.device
@@ -73,7 +75,7 @@ def generate(
     pad = torch.tensor([longest - len(p) for p in prompts], device=device)
     cache = model.new_cache(longest + max_new_tokens - 1)
     generator = torch.Generator(device).manual_seed(seed)
-    model.prefill(tokens[:, :-1], cache, pad if pad.any() else None)
+    model.prefill(tokens[:, :-1], cache, pad if pad.any() else None, chunk)
     step = FastStep(model, cache, len(prompts)) if FastStep.supports(model) else None
     new = tokens[:, -1]
     for _ in range(max_new_tokens):

@@ -52,7 +52,7 @@ class TrainConfig:
     train_data: str = ""  # pretrain: folder of shards (data_dclm.py)
     val_data: str = ""  # pretrain: folder of shards of another corpus
     chats: str = ""  # finetune: JSONL of chats (data_text.py); empty: copy tasks, made as they are needed
-    val_chats: str = ""  # finetune: the same for validation
+    val_chats: str = ""  # finetune: the same for validation; empty: copy tasks, even where chats are given
     out_dir: str = "out/run"  # the run's directory
     init: Literal["auto", "scratch", "resume"] = "auto"  # auto: go on if out_dir holds this run, else start
     seed: int = 0  # of the weights and of the data's order

@@ -383,3 +383,12 @@ def test_a_rank_without_its_next_batch_ends_both_at_the_last_good_step(tmp_path)
     assert [status for status, _ in ends] == [2, 2], ends
     assert "another rank has no batch for step 6; it says why" in ends[0][1] and "row 3: damaged" in ends[1][1]
     assert torch.load(folders[0] / "run" / "last.pt")["step"] == 6
+
+
+@pytest.mark.parametrize("damage", ["{}", "[1]", "not json"])
+def test_a_damaged_log_is_named_with_its_line(tmp_path, damage):
+    (tmp_path / "validation.jsonl").write_text('{"step": 3}\n' + damage + '\n{"step": 9}\n{"step": 10')
+    with pytest.raises(RuntimeError, match="validation.jsonl, line 2: damaged .*: delete that line"):
+        checkpoint.last_validated(tmp_path)
+    (tmp_path / "validation.jsonl").write_text('{"step": 3}\n{"step": 9}\n{"step": 10')  # the last is torn
+    assert checkpoint.last_validated(tmp_path) == 9

@@ -296,7 +296,7 @@ def test_answers_are_scored_as_text_when_decoded_and_must_end(monkeypatch):
     answers = [[*texts[0].encode(), 256], [*flipped.encode(), 256], [*texts[2].encode(), 49]]
     answers += [[*texts[3][:2].encode(), 256, 7], [*texts[4].encode(), 10]]
 
-    def generate(model, prompts, n):
+    def generate(model, prompts, n, chunk):
         assert n == 4 and prompts == [BYTES.chat(r["messages"])[0][:-4].tolist() for r in records]
         return iter(torch.tensor(answers).T)
 
