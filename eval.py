@@ -164,9 +164,8 @@ def judge_text(model: Decoder, tokenizer: Tokenizer, records: Sequence[dict], fr
     prompts = [ids[: int(loss_mask.argmax())].tolist() for ids, loss_mask in chats]
     longest = max(int(loss_mask.sum()) for _, loss_mask in chats)
     model.check_length(max(map(len, prompts)) + longest)
-    written = torch.stack(
-        [token.cpu() for token in generate(model, prompts, longest, chunk=chunk)], dim=1
-    )  # (N, longest)
+    new = generate(model, prompts, longest, chunk=chunk)
+    written = torch.stack([token.cpu() for token in new], dim=1)  # (N, longest)
     verdicts = []
     for record, (ids, loss_mask), row in zip(records, chats, written.tolist(), strict=True):
         end = int(ids[loss_mask][-1])
@@ -285,7 +284,7 @@ def cells_of(run: str, model: Decoder, trained: dict, config: EvalConfig) -> lis
                 lines.append([Cell(task, kind, p, *b, n) for b, n in zip(lengths, samples, strict=True)])
     for line in lines:
         for cell in line:
-            model.check_length(max(examples_of(run, trained, cell, config)[1]))
+            model.check_length(max(examples_of(run, trained, cell, config)[1]) if in_text else 2 * cell.high + 5)
     return lines
 
 

@@ -305,6 +305,7 @@ def start_run(
     find = partial(checkpoint.find_run, out, config.init, config.schedule, config.max_steps)
     saved = checkpoint.from_rank_0(on_all_ranks(lambda: find() if leader else None))
     model = None
+    torch.manual_seed(config.seed)  # of all weights that are drawn, also of those that init_from lacks
     if config.init_from and saved:
         model_config = checkpoint.model_config_of(saved, **changes)
     elif config.init_from:
@@ -328,7 +329,6 @@ def start_run(
     checkpoint.check_same_ranks(resolved | task.fingerprint | task.contents)
     if saved:
         checkpoint.check_same_run(out, saved, resolved, task.fingerprint)
-    torch.manual_seed(config.seed)
     if saved:
         model = checkpoint.load_model(saved)
     elif model is None:
