@@ -148,12 +148,12 @@ def from_rank_0(saved: dict | None) -> dict | None:
     """Rank 0's checkpoint on all ranks; the others get its facts alone, and weights that `sync` will overwrite."""
     facts = None
     if saved:
-        small = {name: p for name, p in saved["model"].items() if name == "newlines" or not isinstance(p, Tensor)}
+        small = {name: p for name, p in saved["model"].items() if name == "breaks" or not isinstance(p, Tensor)}
         facts = {**saved, "model": small, "optimizer": None}
     facts = gather(facts)[0]
     if rank_and_world()[0] == 0 or facts is None:
         return saved
-    untrained = Decoder(model_config_of(facts), facts["model"]["newlines"])
+    untrained = Decoder(model_config_of(facts), facts["model"]["breaks"])
     return facts | {"model": untrained.state_dict() | facts["model"]}
 
 
@@ -214,7 +214,7 @@ def load_model(saved: dict, device: str | torch.device = "cpu", **changes: Any) 
     """The model in a checkpoint; `changes` replace values of its config. The encoding and its frequencies may change.
     ValueError for changes that need weights of other shapes."""
     weights = saved["model"]
-    model = Decoder(model_config_of(saved, **changes), weights["newlines"])
+    model = Decoder(model_config_of(saved, **changes), weights["breaks"])
     changed = {name for name, value in changes.items() if saved["config"].get(name, "absent") != value}
     for name in sorted(changed & {"tie_weights", "n_head", "n_kv_head", "head_dim"}):  # shapes alone do not show these
         theirs = f"the checkpoint's weights have {name}={saved['config'][name]}"
@@ -322,7 +322,7 @@ def write_facts(path: Path, model: Decoder, data: Mapping[str, Any]) -> None:
         "command": sys.argv,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "device": str(model.newlines.device),
+        "device": str(model.breaks.device),
         "processes": rank_and_world()[1],
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in model.parameters()),

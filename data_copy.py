@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 N_SYMBOLS = 32  # "0", "1", and 30 more that only noise strings use
 NEWLINE, INPUT, OUTPUT, STAR, PAD = range(N_SYMBOLS, N_SYMBOLS + 5)
 VOCAB = [*map(str, range(N_SYMBOLS)), "<n>", "I:", "O:", "*", "<pad>"]
-TOKEN_BYTES = [b"\n" if token == "<n>" else token.encode() for token in VOCAB]  # for rope2d.newline_table
+TOKEN_BYTES = [b"\n" if token == "<n>" else token.encode() for token in VOCAB]  # for rope2d.break_table
 SEPARATORS = {"<n>": NEWLINE, "*": STAR}  # the rule of 2D-RoPE knows the first alone
 
 IMBALANCE = (0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95)  # P(first token), paper section 3.1

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -56,6 +57,8 @@ LIST_TEMPLATES = (
     "For my plotting script, convert the values {} to a Python list, without rounding or dropping any.",
 )
 
+LETTERS = string.ascii_letters + string.digits  # of noise
+
 
 @dataclass
 class TextCopyConfig:
@@ -68,6 +71,7 @@ class TextCopyConfig:
     text_min_length: int = 0  # symbols, or points; 0: 1 symbol, 50 points, 200 points in the evaluation stream
     text_max_length: int = 0  # 0: 1,000 symbols, 150 points, 800 points in the evaluation stream
     text_repeat_p: float = 0.9  # repeat-structure: probability that a symbol of the repeated base is left as it is
+    text_noise: float = 0.0  # share of training strings that are drawn from 2 to 62 letters and digits instead
 
     def __post_init__(self):
         # Outer blanks aside, so that a copy reads in one way only even where an answer has lost its own.
@@ -77,8 +81,9 @@ class TextCopyConfig:
             raise ValueError(f"symbols={self.symbols!r}: expected {expected}")
         if self.text_task not in TEXT_TASKS or self.template_kind not in ("all", *KINDS):
             raise ValueError(f"{self}: expected a text_task of {TEXT_TASKS}, a template_kind of {('all', *KINDS)}")
-        if not 0 <= self.text_repeat_p <= 1:
-            raise ValueError(f"text_repeat_p={self.text_repeat_p}: expected a share between 0 and 1")
+        for name in ("text_repeat_p", "text_noise"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a share between 0 and 1")
 
 
 SIGNALS = {  # family, and one cycle as a function of phases x in [0, 2 pi) and 9 random numbers r in [0, 1)
@@ -108,6 +113,12 @@ def data_points(n: int, longest: int, keys: Sequence[int]) -> tuple[str, dict[st
     values = np.rint(offset + amplitude * shape / abs(shape).max())
     about = {"signal": name, "family": family, "period": period, "amplitude": amplitude / 100, "offset": offset / 100}
     return ", ".join(f"{value / 100:.2f}" for value in np.resize(values, n).astype(int).tolist()), about
+
+
+def noise_alphabet(keys: Sequence[int]) -> str:
+    """2 to 62 different letters and digits, in random order."""
+    size = int(random_int(2, len(LETTERS), *keys, 9)[0])
+    return "".join(LETTERS[i] for i in permute(np.arange(size), len(LETTERS), random_bits(*keys, 11)))
 
 
 def length_bounds(config: TextCopyConfig, stream: str) -> tuple[int, int]:
@@ -144,8 +155,11 @@ def text_example(
     if lists:
         source, about = data_points(n, 10 if evaluation else 8, keys)
     else:
-        drawn = strings(config.text_task, n, keys, config.text_repeat_p)
-        source, about = "".join(config.symbols[symbol] for symbol in drawn), {"symbols": list(config.symbols)}
+        symbols, drawn = config.symbols, strings(config.text_task, n, keys, config.text_repeat_p)
+        if stream != "evaluation" and random_unit(*keys, 8) < config.text_noise:
+            symbols = noise_alphabet(keys)
+            drawn = random_int(0, len(symbols) - 1, *keys, 10, np.arange(n))
+        source, about = "".join(symbols[symbol] for symbol in drawn), {"symbols": list(symbols)}
     user, assistant = templates[which].format(source), f"[{source}]" if lists else source
     return {
         "id": f"{config.text_task}-{stream}-{seed}-{index}-{n}",

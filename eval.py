@@ -121,7 +121,7 @@ def teacher_forced(
 
 def judge(model: Decoder, inputs: np.ndarray, targets: np.ndarray, chunk: int) -> list[Verdict]:
     """Verdicts on the targets (N, T), IGNORE where there is none, of right-padded inputs (N, T)."""
-    device = model.newlines.device
+    device = model.breaks.device
     inputs, targets = torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device)
     wanted = targets != IGNORE
     model.check_length(inputs.shape[1])

@@ -87,6 +87,8 @@ def read_qwen3(path: Path, found: dict[str, Any]) -> dict[str, Any]:
 def tensors(model: Decoder) -> dict[str, Tensor]:
     """What a folder holds of a model: views, so that what is copied into them is in the model."""
     found = {"model.embed_tokens.weight": model.embed.weight, "model.norm.weight": model.norm.weight}
+    if model.col_embed:
+        found["model.col_embed.weight"] = model.col_embed.weight
     if not model.config.tie_weights:
         found["lm_head.weight"] = model.head.weight
     for i, block in enumerate(model.blocks):
@@ -109,7 +111,7 @@ def tensors(model: Decoder) -> dict[str, Tensor]:
         found[f"{at}.input_layernorm.weight"] = block.attention_norm.weight
         found[f"{at}.post_attention_layernorm.weight"] = block.mlp_norm.weight
     for name, part in model.state_dict().items():
-        if name.startswith(("rotary.", "newlines")):
+        if name.startswith(("rotary.", "breaks")):
             found[f"model.{name}"] = part
     return {name: part.detach() for name, part in found.items()}
 
@@ -132,15 +134,15 @@ def read_weights(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
             raise RuntimeError(f"{path}: damaged, or not safetensors: fetch it again ({error})") from error
 
 
-def read_newlines(folder: Path, vocab_size: int) -> Tensor:
-    """Line breaks in each token (vocab_size,), none without tokenizer.json. RuntimeError for too many tokens in it."""
+def read_breaks(folder: Path, vocab_size: int) -> Tensor:
+    """rope2d.break_table of the folder, zeros without tokenizer.json. RuntimeError for too many tokens in it."""
     if not (folder / "tokenizer.json").exists():
-        return torch.zeros(vocab_size)
+        return rope2d.break_table([], vocab_size)
     token_bytes = load_tokenizer(str(folder)).token_bytes
     if len(token_bytes) > vocab_size:
         given = f"{len(token_bytes)} tokens, but config.json has vocab_size={vocab_size}"
         raise RuntimeError(f"{folder / 'tokenizer.json'}: {given}: put the model's own there")
-    return rope2d.newline_table(token_bytes, vocab_size)
+    return rope2d.break_table(token_bytes, vocab_size)
 
 
 def load(folder: str | Path, device: str | torch.device = "cpu", **changes) -> Decoder:
@@ -164,12 +166,13 @@ def load(folder: str | Path, device: str | torch.device = "cpu", **changes) -> D
         if name in changes and changes[name] != values[name]:
             raise ValueError(f"{name}={changes[name]!r}: the weights in {folder} have {name}={values[name]!r}")
     config = ModelConfig(**{**values, **changes})
-    model = Decoder(config, torch.zeros(config.vocab_size) if ours else read_newlines(folder, config.vocab_size))
+    breaks = rope2d.break_table([], config.vocab_size) if ours else read_breaks(folder, config.vocab_size)
+    model = Decoder(config, breaks)
 
     def starts_anew(name: str) -> bool:
         if "rotary." in name:
             return not ours or bool(checkpoint.FREQUENCIES & changes.keys())
-        return name.endswith("log_n_scale") and values["logit_scale"] == "none" or name == "model.newlines" and not ours
+        return name.endswith("log_n_scale") and values["logit_scale"] == "none" or name == "model.breaks" and not ours
 
     left = {name: home for name, home in tensors(model).items() if not starts_anew(name)}
     head = left.setdefault("lm_head.weight", torch.empty_like(model.embed.weight))  # Qwen3-0.6B has it although tied
@@ -190,7 +193,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu", **changes) -> D
         raise RuntimeError(f"{folder}: lm_head.weight differs from the embedding, but config.json says they are tied")
     if left:
         raise RuntimeError(f"{folder}: no tensor {', '.join(left)} in its weights: fetch them again")
-    if "2d-rope" in rope2d.layer_encodings(config.pos_encoding, config.n_layer) and not model.newlines.any():
+    if rope2d.knows_units(config.pos_encoding) and not model.breaks.any():
         hint = f"put the model's own {folder / 'tokenizer.json'}"
         raise ValueError(f"pos_encoding={config.pos_encoding!r} needs to know line breaks: {hint}")
     if "tokenizer_fingerprint" in facts and (folder / "tokenizer.json").exists():
@@ -276,10 +279,10 @@ def tokenizer_files(tokenizer: str | list[str], model: Decoder) -> dict[str, byt
         eos = pad = ours.decode([ours.eos])
         ends = [ours.eos] if ours.im_end is None else [ours.im_end, ours.eos]
     fits = len(token_bytes) <= c.vocab_size
-    if fits and "2d-rope" in rope2d.layer_encodings(c.pos_encoding, c.n_layer):
-        fits = torch.equal(rope2d.newline_table(token_bytes, c.vocab_size), model.newlines.cpu())
+    if fits and rope2d.knows_units(c.pos_encoding):
+        fits = torch.equal(rope2d.break_table(token_bytes, c.vocab_size), model.breaks.cpu())
     if not fits:
-        given = f"{len(token_bytes)} tokens for vocab_size={c.vocab_size}, or other line breaks than the model's"
+        given = f"{len(token_bytes)} tokens for vocab_size={c.vocab_size}, or other breaks than the model's"
         raise ValueError(f"tokenizer={tokenizer!r}: {given}: give the one that it was trained with")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,6 +1,6 @@
 """A Qwen3-like decoder whose positional encoding is a setting. Needs rope2d.py beside it.
 
-    model = Decoder(ModelConfig(n_layer=2, vocab_size=64, pos_encoding="2d-rope"), newlines=table)
+    model = Decoder(ModelConfig(n_layer=2, vocab_size=64, pos_encoding="2d-rope"), breaks=table)
     loss = model(tokens, targets)          # sum of the negative log-likelihoods, in nats
     logits = model(tokens)                 # (B, T, vocab_size)
     states = model.hidden(tokens, cache)   # (B, T, n_embd), going on from what the KV cache holds
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import rope2d
 
 IGNORE = -100  # the target of a position that has no loss
+COL_EMBEDDINGS = 1024  # bipe's; columns beyond share the last
 LOGITS_PER_CHUNK = {"cpu": 2**25, "mps": 2**25, "cuda": 2**28}  # of the loss, so that memory is bounded
 
 
@@ -41,7 +42,7 @@ class ModelConfig:
     qk_norm_init: float = 1.0  # initial weight of that norm; 0.25: attention starts as flat as without it
     logit_scale: Literal["none", "log_n"] = "none"  # log_n: q times a learned scalar a head times log(visible keys)
     norm_eps: float = 1e-6  # added to the mean square in RMSNorm
-    pos_encoding: str = "2d-rope"  # rope, 2d-rope, auto-2d-rope, nope, alibi, h-rope, rnope; a+b: layers alternate
+    pos_encoding: str = "2d-rope"  # a name in rope2d.PLANES or ALIASES; a+b: layers alternate
     freqs: Literal["geometric", "uniform", "mixed"] = "geometric"  # rotary frequencies (rope2d.frequencies)
     freqs_seed: int = 0  # seed of the frequencies that are drawn
     freqs_learned: bool = False  # multiply each frequency by a learned factor (LeRoPE)
@@ -72,8 +73,8 @@ class ModelConfig:
         encodings = set(rope2d.layer_encodings(self.pos_encoding, self.n_layer))
         for encoding in encodings:
             rope2d.check_head_dim(encoding, self.head_size)
-        if self.grid_reset is not None and "2d-rope" not in encodings:
-            raise ValueError(f"grid_reset={self.grid_reset}: pos_encoding={self.pos_encoding!r} has no 2d-rope layer")
+        if self.grid_reset is not None and not rope2d.knows_units(self.pos_encoding):
+            raise ValueError(f"grid_reset={self.grid_reset}: pos_encoding={self.pos_encoding!r} has no rows")
         if self.rope_theta is not None and self.freqs == "uniform":
             raise ValueError(f"rope_theta={self.rope_theta}: uniform frequencies have no theta; leave it None")
 
@@ -102,7 +103,7 @@ class Cache:
     def __init__(self, n_layer: int, limit: int, room: int = 0):
         self.limit, self.room = limit, room
         self.length = 0  # tokens seen
-        self.state: Tensor | None = None  # (3, B), from rope2d.grid
+        self.state: Tensor | None = None  # (7, B), from rope2d.grid
         self.pad: Tensor | None = None  # (B,) tokens of left padding
         self.keys: list[Tensor | None] = [None] * n_layer  # (B, Hkv, capacity, D) each
         self.values: list[Tensor | None] = [None] * n_layer
@@ -165,7 +166,7 @@ def make_rotary(c: ModelConfig, encoding: str) -> rope2d.Rotary:
 class AttentionContext(NamedTuple):
     """What every layer needs beside its input."""
 
-    positions: Tensor  # (3, B, T), from rope2d.grid
+    positions: Tensor  # (7, B, T), from rope2d.grid
     rotations: dict[str, tuple[Tensor, Tensor]]  # cos, sin (B, T, D/2) of each encoding that layers share
     mask: Tensor | None  # from attention_mask
     pad: Tensor | None  # (B,) left padding among these tokens
@@ -313,19 +314,21 @@ class ChunkedLoss(torch.autograd.Function):
 class Decoder(nn.Module):
     recompute = False  # in backward, blocks are computed again from their inputs: a fraction of the memory, more time
 
-    def __init__(self, config: ModelConfig, newlines: Tensor):
-        """newlines (vocab_size,): line breaks in each token (rope2d.newline_table); kept and saved with the model."""
+    def __init__(self, config: ModelConfig, breaks: Tensor):
+        """breaks (3, vocab_size): where units of text end (rope2d.break_table); kept and saved with the model."""
         super().__init__()
-        if newlines.shape != (config.vocab_size,):
-            raise ValueError(f"newlines has {len(newlines)} entries, vocab_size={config.vocab_size}: they must agree")
+        if breaks.shape != (len(rope2d.UNITS), config.vocab_size):
+            expected = f"({len(rope2d.UNITS)}, vocab_size={config.vocab_size}), see rope2d.break_table"
+            raise ValueError(f"breaks has the shape {tuple(breaks.shape)}: expected {expected}")
         if config.grid_reset is not None and not 0 <= config.grid_reset < config.vocab_size:
             raise ValueError(f"grid_reset={config.grid_reset}: expected a token id, 0 to {config.vocab_size - 1}")
         self.config = config
-        self.register_buffer("newlines", newlines.long())
+        self.register_buffer("breaks", breaks.long())
         encodings = rope2d.layer_encodings(config.pos_encoding, config.n_layer)
         shared = [name for name in sorted(set(encodings)) if rope2d.PLANES[name] and name != "auto-2d-rope"]
         self.rotary = nn.ModuleDict({encoding: make_rotary(config, encoding) for encoding in shared})
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.col_embed = nn.Embedding(COL_EMBEDDINGS, config.n_embd) if "bipe" in encodings else None
         self.blocks = nn.ModuleList([Block(config, i, encoding) for i, encoding in enumerate(encodings)])
         self.auto = AutoRotary(config) if config.learns_one_grid else None
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
@@ -388,11 +391,13 @@ class Decoder(nn.Module):
         all_pad = cache.pad if seen else pad
         pad = None if all_pad is None else (all_pad - seen).clamp(0, T)  # padding may be longer than the first chunk
         state = cache.state if cache else None
-        positions, state = rope2d.grid(tokens, self.newlines, state, pad, self.config.grid_reset)
+        positions, state = rope2d.grid(tokens, self.breaks, state, pad, self.config.grid_reset)
         rotations = {encoding: rotary(positions) for encoding, rotary in self.rotary.items()}
         mask = attention_mask(T, seen + T, all_pad, tokens.device)
         context = AttentionContext(positions, rotations, mask, pad, cache, look)
         x = self.embed(tokens)
+        if self.col_embed:
+            x = x + self.col_embed(positions[rope2d.COL].clamp(0, COL_EMBEDDINGS - 1))
         if self.auto:
             normed = F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps)
             rotations["auto-2d-rope"] = self.auto(normed, context)

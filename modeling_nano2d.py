@@ -19,8 +19,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, eager_attention_forward
 
-from .rope2d import INDEX, PLANES, Rotary, grid, layer_encodings, rotate, with_alibi
+from .rope2d import COL, INDEX, PLANES, UNITS, Rotary, grid, layer_encodings, rotate, with_alibi
 
+COL_EMBEDDINGS = 1024  # bipe's; columns beyond share the last
 MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters  # they have other names in 4.57 than in 5
 
 
@@ -115,15 +116,19 @@ class Nano2DModel(nn.Module):
         self.config = config
         encodings = layer_encodings(config.pos_encoding, config.n_layer)
         rotating = sorted({encoding for encoding in encodings if PLANES[encoding]})
-        self.register_buffer("newlines", torch.zeros(config.vocab_size, dtype=torch.int64))  # line breaks in each token
+        breaks = torch.zeros(len(UNITS), config.vocab_size, dtype=torch.int64)  # from rope2d.break_table
+        self.register_buffer("breaks", breaks)
         self.rotary = nn.ModuleDict({encoding: make_rotary(config, encoding) for encoding in rotating})
         self.embed_tokens = nn.Embedding(config.vocab_size, config.n_embd)
+        self.col_embed = nn.Embedding(COL_EMBEDDINGS, config.n_embd) if "bipe" in encodings else None
         self.layers = nn.ModuleList([Nano2DDecoderLayer(config, i, name) for i, name in enumerate(encodings)])
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
 
     def forward(self, input_ids: Tensor, positions: Tensor, attention_mask, cache, **kwargs) -> Tensor:
         """The final states (B, T, C)."""
         x = self.embed_tokens(input_ids)
+        if self.col_embed is not None:
+            x = x + self.col_embed(positions[COL].clamp(0, COL_EMBEDDINGS - 1))
         seen = 0 if cache is None else cache.get_seq_length()
         cache_position = torch.arange(input_ids.shape[1], device=x.device) + seen
         known = {"input_embeds": x, "inputs_embeds": x, "cache": cache, "past_key_values": cache}
@@ -171,13 +176,13 @@ class Nano2DForCausalLM(PreTrainedModel, GenerationMixin):
         return (model, info) if output_loading_info else model
 
     def grid(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Index, row and column of each token of whole sequences (B, T): (3, B, T), negative on left padding, which is
-        where attention_mask (B, T) begins with zeros."""
+        """Where each token of whole sequences (B, T) stands, as rope2d.grid gives it: (7, B, T), negative on left
+        padding, which is where attention_mask (B, T) begins with zeros."""
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             given = f"attention_mask of shape {tuple(attention_mask.shape)}, input_ids of {tuple(input_ids.shape)}"
             raise ValueError(f"{given}: rows and columns follow from all ids, so give all, and a mask of their shape")
         pad = None if attention_mask is None else (attention_mask.cumsum(1) == 0).sum(1)
-        return grid(input_ids, self.model.newlines, None, pad, self.config.grid_reset)[0]
+        return grid(input_ids, self.model.breaks, None, pad, self.config.grid_reset)[0]
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, position_ids=None, chunk_grid=None, **kwargs) -> dict:
         inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
@@ -211,7 +216,7 @@ class Nano2DForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs,
     ) -> CausalLMOutputWithPast:
-        """position_ids (3, B, T): what `grid` says of these tokens; None where nothing came before them. The cache is
+        """position_ids (7, B, T): what `grid` says of these tokens; None where nothing came before them. The cache is
         `cache` in transformers 5, `past_key_values` in 4.57."""
         cache = past_key_values if cache is None else cache
         if position_ids is None:
@@ -219,8 +224,8 @@ class Nano2DForCausalLM(PreTrainedModel, GenerationMixin):
                 hint = "give position_ids=model.grid(all_ids, attention_mask)[..., -T:]"
                 raise ValueError(f"position_ids=None, but rows depend on the earlier tokens in the cache: {hint}")
             position_ids = self.grid(input_ids, attention_mask)
-        if position_ids.shape != (3, *input_ids.shape):
-            expected = f"{(3, *input_ids.shape)}, index, row and column, as model.grid gives them"
+        if position_ids.shape != (1 + 2 * len(UNITS), *input_ids.shape):
+            expected = f"{(1 + 2 * len(UNITS), *input_ids.shape)}, as model.grid gives them"
             raise ValueError(f"position_ids has the shape {tuple(position_ids.shape)}: expected {expected}")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training

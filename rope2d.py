@@ -13,12 +13,13 @@ the column; pair i is the channels (i, i + D/2), as in Hugging Face's Qwen3 and 
     channel     0 ..  D/4  | D/4 .. D/2 | D/2 .. 3D/4 | 3D/4 .. D
     rotated by     row     |    col     |     row     |    col
 
-    positions, state = grid(tokens, newlines)                 # (3, B, T) index, row, col
+    positions, state = grid(tokens, breaks)                   # (7, B, T) index, row, col, ...
     cos, sin = Rotary("2d-rope", head_dim=64)(positions)      # once a forward, for all layers
     q, k = rotate_qk(q, k, cos, sin)                          # (B, T, H, D), (B, T, Hkv, D)
 """
 
 import math
+import re
 import warnings
 from collections.abc import Sequence
 
@@ -33,13 +34,30 @@ try:  # by name: Hugging Face has a package `kernels` too, which must count as a
 except ImportError:
     KERNELS = False
 
-INDEX, ROW, COL = 0, 1, 2  # the planes of `positions`
+# The planes of `positions`: a token's index, and for each unit of text its row, how many of them came before, and its
+# column, the offset in its own. A byte ends a unit; the token that holds it is the unit's last.
+INDEX, ROW, COL, SENTENCE, SENTENCE_COL, WORD, LETTER = range(7)
+UNITS = {"line": rb"\n", "sentence": rb"[.!?\n]", "word": rb"[^0-9A-Za-z_\x80-\xff]"}
 
-# What each encoding rotates by. The pairs of a head are divided evenly among these planes of `positions`; a function of
-# `positions` will do as well as a plane.
-PLANES = {"rope": (INDEX,), "2d-rope": (ROW, COL), "auto-2d-rope": (ROW, COL), "nope": (), "alibi": ()}
+# What each encoding rotates by. The pairs of a head are divided among these planes, as evenly as can be; a function
+# of `positions` will do as well as a plane.
+PLANES = {
+    "rope": (INDEX,),
+    "2d-rope": (ROW, COL),
+    "4d-rope": (ROW, COL, WORD, LETTER),  # mid-sentence, too, a string and its copy have columns in common
+    "auto-2d-rope": (ROW, COL),  # of a grid that is learned: AutoGrid
+    "bipe": (ROW,),  # He et al. 2024; model.py adds a learned embedding of the column
+    "hirope": (INDEX, ROW),  # Zhang et al. 2024, without its window for short distances, which is not published
+    "segatron": (
+        INDEX,
+        SENTENCE,
+        ROW,
+    ),  # Bai et al. 2021: running counts of tokens, sentences, paragraphs
+    "nope": (),
+    "alibi": (),
+}
 ALIASES = {"h-rope": "rope+2d-rope", "rnope": "rope+nope"}  # paper sections 5 and 3.4.2
-THETA = {"2d-rope": 1_000.0, "auto-2d-rope": 1_000.0}  # paper, appendix D.1
+THETA = {"2d-rope": 1_000.0, "4d-rope": 1_000.0, "auto-2d-rope": 1_000.0}  # paper, appendix D.1
 ROPE_THETA = 10_000.0  # of all others
 
 
@@ -55,48 +73,54 @@ def layer_encodings(pos_encoding: str, n_layer: int) -> list[str]:
     return [names[i % len(names)] for i in range(n_layer)]
 
 
-def newline_table(token_bytes: Sequence[bytes], vocab_size: int | None = None) -> Tensor:
-    """Line breaks in each token of a vocabulary: (vocab_size,) int64, from the bytes that each token stands for.
+def knows_units(pos_encoding: str) -> bool:
+    """Whether it needs a table of breaks: some layer rotates by more than the index, on a grid that is not learned."""
+    names = ALIASES.get(pos_encoding, pos_encoding).split("+")
+    return any(name != "auto-2d-rope" and set(PLANES[name]) - {INDEX} for name in names)
+
+
+def break_table(token_bytes: Sequence[bytes], vocab_size: int | None = None) -> Tensor:
+    """Ends of lines, sentences and words in each token: (3, vocab_size) int64, from the bytes that a token stands for.
 
     BPE vocabularies glue line breaks to other characters, so a rule on one token id misses most of them. vocab_size:
     of a vocabulary that is padded with unused ids.
     """
-    counts = [piece.count(b"\n") for piece in token_bytes]
-    counts += [0] * ((vocab_size or 0) - len(counts))
-    return torch.tensor(counts, dtype=torch.int64)
+    counts = [[len(re.findall(pattern, piece)) for piece in token_bytes] for pattern in UNITS.values()]
+    return F.pad(torch.tensor(counts, dtype=torch.int64), (0, max(0, (vocab_size or 0) - len(token_bytes))))
 
 
 def grid(
     tokens: Tensor,
-    newlines: Tensor,
+    breaks: Tensor,
     state: Tensor | None = None,
     pad: Tensor | None = None,
     grid_reset: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Where each token stands, and where the next one will.
 
-    tokens (B, T) int64; newlines (vocab_size,) int64, see `newline_table`; state (3, B), what an earlier call
-    returned, to go on from there; pad (B,) tokens of left padding, which take no place: the first real token is at
-    (0, 0); grid_reset, a token id after which row and column restart. Returns positions (3, B, T) int64 - index, row,
-    col, negative on padding - and the state after the last token (3, B).
-    A token with k >= 1 line breaks keeps its own place and puts the next token at (row + k, 0).
+    tokens (B, T) int64; breaks (units, vocab_size) int64, see `break_table`, or (vocab_size,) of lines alone; state
+    (1 + 2 units, B), what an earlier call returned, to go on from there; pad (B,) tokens of left padding, which take no
+    place: the first real token is at (0, 0); grid_reset, a token id after which rows and columns restart. Returns
+    positions (1 + 2 units, B, T) int64 - index, then row and col of each unit, negative on padding - and the state
+    after the last token. A token with k >= 1 line breaks keeps its own place and puts the next token at (row + k, 0).
     """
-    B, T = tokens.shape
-    zero = tokens.new_zeros(B)
-    index0, row0, col0 = (zero, zero, zero) if state is None else state
-    pad = zero if pad is None else pad
+    breaks, (B, T) = torch.atleast_2d(breaks), tokens.shape
+    index, *starts = tokens.new_zeros(1 + 2 * len(breaks), B) if state is None else state
+    row0, col0 = torch.stack(starts[0::2]), torch.stack(starts[1::2])  # (units, B)
+    pad = torch.zeros_like(index) if pad is None else pad
     at = torch.arange(T + 1, device=tokens.device)  # T + 1: the last column is the place of the next token
-    breaks = newlines[tokens].masked_fill(at[:T] < pad[:, None], 0)
-    broke = F.pad(breaks, (1, 0))  # (B, T + 1) line breaks in the token before
-    row = row0[:, None] + broke.cumsum(1)
-    new_line = broke > 0
+    broke = breaks[:, tokens].masked_fill(at[:T] < pad[:, None], 0)
+    broke = F.pad(broke, (1, 0))  # (units, B, T + 1) breaks in the token before
+    row = row0[..., None] + broke.cumsum(-1)
+    is_start = broke > 0
     if grid_reset is not None:
         fresh = F.pad((tokens == grid_reset) & (at[:T] >= pad[:, None]), (1, 0))
-        row = row - torch.where(fresh, row, 0).cummax(1).values  # less the row of the latest reset
-        new_line = new_line | fresh
-    # Where each token's line began; the line that the state is in began col0 tokens before these.
-    line_start = torch.where(new_line, at, (pad - col0)[:, None]).cummax(1).values
-    positions = torch.stack([(index0 - pad)[:, None] + at, row, at - line_start])  # (3, B, T + 1)
+        row = row - torch.where(fresh, row, 0).cummax(-1).values  # less the row of the latest reset
+        is_start = is_start | fresh
+    # Where each token's unit began; the one that the state is in began col0 tokens before these.
+    start = torch.where(is_start, at, (pad - col0)[..., None]).cummax(-1).values
+    index = (index - pad)[:, None] + at
+    positions = torch.cat([index[None], torch.stack([row, at - start], 1).flatten(0, 1)])  # (1 + 2 units, B, T + 1)
     return positions[..., :T], positions[..., T]
 
 
@@ -119,10 +143,10 @@ def frequencies(kind: str, n: int, theta: float, seed: int) -> Tensor:
 
 
 def check_head_dim(encoding: str, head_dim: int) -> None:
-    """ValueError unless head_dim divides into pairs for each plane of the encoding."""
-    multiple = max(1, 2 * len(PLANES[encoding]))
-    if head_dim < 1 or head_dim % multiple:
-        raise ValueError(f"head_dim={head_dim}: {encoding} needs a multiple of {multiple}")
+    """ValueError unless head_dim is even, with at least one pair for each plane of the encoding."""
+    least = 2 * len(PLANES[encoding])
+    if head_dim < max(1, least) or head_dim % 2 and least:
+        raise ValueError(f"head_dim={head_dim}: {encoding} needs an even number, at least {max(1, least)}")
 
 
 RADIANS_PER_UNIT = math.pi / 2**63  # a phase is an int64, in units of 2^-64 of a full turn
@@ -165,46 +189,47 @@ class Rotary(nn.Module):
         check_head_dim(encoding, head_dim)
         if not 0 < fraction <= 1:
             raise ValueError(f"rotary_fraction={fraction}: expected a share above 0, up to 1")
-        self.planes = PLANES[encoding]
-        n = head_dim // 2 // len(self.planes)
+        self.planes, pairs = PLANES[encoding], head_dim // 2
+        self.pairs = [len(part) for part in torch.arange(pairs).tensor_split(len(self.planes))]  # of each plane
         theta = THETA.get(encoding, ROPE_THETA) if theta is None else theta
-        drawn = torch.stack([frequencies(freqs, n, theta, seed + i) for i in range(len(self.planes))])  # (planes, n)
-        unrotated = drawn.argsort(dim=1)[:, : n - math.ceil(fraction * n)]
-        drawn.scatter_(1, unrotated, 0.0)
-        self.register_buffer("phase", to_phase(drawn))  # (planes, n)
-        self.log_scale = nn.Parameter(torch.zeros(len(self.planes), n)) if learned else None
+        drawn = [frequencies(freqs, n, theta, seed + i) for i, n in enumerate(self.pairs)]
+        for part in drawn:
+            part[part.argsort()[: len(part) - math.ceil(fraction * len(part))]] = 0.0
+        self.register_buffer("phase", to_phase(torch.cat(drawn)))  # (pairs,)
+        self.log_scale = nn.Parameter(torch.zeros(pairs)) if learned else None
 
     def places(self, positions: Tensor) -> Tensor:
-        """What the planes of this encoding are at positions (3, ...): (planes, ...)."""
-        return torch.stack([plane(positions) if callable(plane) else positions[plane] for plane in self.planes])
+        """What each pair rotates by at positions (planes, ...): (..., pairs)."""
+        planes = [plane(positions) if callable(plane) else positions[plane] for plane in self.planes]
+        return torch.cat([p[..., None].expand(*p.shape, n) for p, n in zip(planes, self.pairs, strict=True)], dim=-1)
 
     def scaled_phase(self) -> Tensor:
-        """Phase per step of each pair, learned factors included: (planes, n) int64."""
+        """Phase per step of each pair, learned factors included: (pairs,) int64."""
         if self.log_scale is None:
             return self.phase
         radians = self.phase.to(wide_dtype(self.phase)) * RADIANS_PER_UNIT
         return to_phase(radians * self.log_scale.detach().exp())
 
     def angles(self, positions: Tensor) -> Tensor:
-        """positions (3, B, T), int64 or real -> rotation angles (B, T, D/2) in radians, float32, within 4e-7 of exact
-        modulo 2 pi.
+        """positions (planes, B, T), int64 or real -> rotation angles (B, T, D/2) in radians, float32, within 4e-7 of
+        exact modulo 2 pi.
 
         A real position is split: its nearest integer goes the exact way, and the rest, at most 1/2, carries the
         gradient.
         """
-        position = self.places(positions).movedim(0, -1)[..., None]  # (B, T, planes, 1)
+        position = self.places(positions)  # (B, T, D/2)
         whole = position.detach().round().long() if position.is_floating_point() else position
-        freqs = self.phase.float() * RADIANS_PER_UNIT  # (planes, n)
-        angles = (whole * self.scaled_phase()).float() * RADIANS_PER_UNIT  # (B, T, planes, n), wraps at a full turn
+        freqs = self.phase.float() * RADIANS_PER_UNIT  # (D/2,)
+        angles = (whole * self.scaled_phase()).float() * RADIANS_PER_UNIT  # (B, T, D/2), wraps at a full turn
         if self.log_scale is not None:  # adds 0, and the gradient of the line above
             freqs = freqs * self.log_scale.exp()
             angles = angles + whole.float() * (freqs - freqs.detach())
         if position.is_floating_point():
             angles = angles + (position - whole).float() * freqs
-        return angles.flatten(-2)
+        return angles
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions (3, B, T) -> cos, sin (B, T, D/2) float32."""
+        """positions (planes, B, T) -> cos, sin (B, T, D/2) float32."""
         angles = self.angles(positions)
         return angles.cos(), angles.sin()
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import checkpoint
 import configurator
 import rope2d
-from model import Block, Cache, Decoder, attention_mask
+from model import COL_EMBEDDINGS, Block, Cache, Decoder, attention_mask
 from tokenizer import Tokenizer, load_tokenizer
 
 
@@ -66,7 +66,7 @@ def generate(
     time. To stop at a token, leave the loop. ValueError for an empty
     prompt, and for more tokens than the model's block_size.
     """
-    device = model.newlines.device
+    device = model.breaks.device
     longest = max(map(len, prompts), default=0)
     if not prompts or min(map(len, prompts)) == 0:
         raise ValueError("an empty prompt: expected at least one token in each")
@@ -124,17 +124,6 @@ def fast_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
     return lambda x: F.rms_norm(x, (n,), eps=eps) * weight
 
 
-def signed_phase(rotary: rope2d.Rotary) -> Tensor:
-    """Phase of each channel of a head per step of each plane: (planes, 1, D) int64, 0 for the channels of others.
-
-    The first half is negative: cosines stay as they are, and sines get the signs that they have in a rotation."""
-    phase = rotary.scaled_phase()  # (planes, n)
-    half = phase.new_zeros(len(phase), *phase.shape)
-    for plane, own in enumerate(phase):
-        half[plane, plane] = own
-    return torch.cat([-half.flatten(1), half.flatten(1)], dim=1)[:, None]
-
-
 class FastLayer(NamedTuple):
     """What FastStep needs of a block: norms as functions, matrices transposed."""
 
@@ -177,8 +166,9 @@ class FastStep:
     def __init__(self, model: Decoder, cache: Cache, B: int):
         c, weight = model.config, model.embed.weight
         H, Hkv, D = c.n_head, c.kv_heads, c.head_size
+        self.col_embed = model.col_embed
         self.cache, self.embed, self.D, self.scale = cache, weight, D, 1 / math.sqrt(D)
-        self.rotary, self.phase = model.rotary, {name: signed_phase(rotary) for name, rotary in model.rotary.items()}
+        self.rotary, self.phase = model.rotary, {name: rotary.scaled_phase() for name, rotary in model.rotary.items()}
         self.qkv = weight.new_empty(B, (H + 2 * Hkv) * D)
         heads = self.qkv.view(B, 1, H + 2 * Hkv, D)
         self.qk = heads[:, 0, : H + Hkv]
@@ -189,12 +179,12 @@ class FastStep:
         self.gate, self.up = self.gate_up.chunk(2, dim=-1)
         self.layers = [FastLayer.of(block) for block in model.blocks]
         self.norm = fast_norm(model.norm.weight, c.norm_eps)
-        # What a token does to the state (3, B) of rope2d.grid is affine: keep x state + add. Found by asking grid.
-        tokens, zeros = torch.arange(c.vocab_size, device=weight.device)[:, None], model.newlines.new_zeros
-        _, self.add = rope2d.grid(tokens, model.newlines, zeros(3, c.vocab_size), None, c.grid_reset)
-        _, ones = rope2d.grid(tokens, model.newlines, zeros(3, c.vocab_size) + 1, None, c.grid_reset)
+        # What a token does to the state (7, B) of rope2d.grid is affine: keep x state + add. Found by asking grid.
+        tokens, breaks = torch.arange(c.vocab_size, device=weight.device)[:, None], model.breaks
+        _, self.add = rope2d.grid(tokens, breaks, None, None, c.grid_reset)
+        _, ones = rope2d.grid(tokens, breaks, torch.ones_like(self.add), None, c.grid_reset)
         self.keep = ones - self.add
-        cache.state = zeros(3, B) if cache.state is None else cache.state
+        cache.state = breaks.new_zeros(len(ones), B) if cache.state is None else cache.state
 
     def group(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, 1, heads, D) each -> (B, Hkv, H / Hkv, D), and (B, Hkv, 1, D) twice."""
@@ -205,11 +195,13 @@ class FastStep:
         cache, at, qk, D = self.cache, self.cache.state, self.qk, self.D
         rotations = {}
         for encoding, phase in self.phase.items():
-            places = self.rotary[encoding].places(at)  # (planes, B)
-            angles = (places[:, :, None] * phase).sum(0).float().mul_(rope2d.RADIANS_PER_UNIT)[:, None]  # (B, 1, D)
+            angles = (self.rotary[encoding].places(at) * phase).float().mul_(rope2d.RADIANS_PER_UNIT)  # (B, D/2)
+            angles = torch.cat([-angles, angles], dim=-1)[:, None]  # (B, 1, D): sines with the signs of a rotation
             rotations[encoding] = angles.cos(), angles.sin()
         mask = attention_mask(1, cache.length + 1, cache.pad, tokens.device)
         x = self.embed.index_select(0, tokens)  # (B, C)
+        if self.col_embed:
+            x = x + self.col_embed(at[rope2d.COL].clamp(max=COL_EMBEDDINGS - 1))
         for i, layer in enumerate(self.layers):
             torch.mm(layer.norm(x), layer.qkv, out=self.qkv)
             normed = layer.qk_norm(qk) if layer.qk_norm else qk
@@ -236,7 +228,7 @@ class FastStep:
     def supports(model: Decoder) -> bool:
         """Neither learned grids, which have a state of their own, nor autocast."""
         encodings = {block.attention.encoding for block in model.blocks}
-        return "auto-2d-rope" not in encodings and not torch.is_autocast_enabled(model.newlines.device.type)
+        return "auto-2d-rope" not in encodings and not torch.is_autocast_enabled(model.breaks.device.type)
 
 
 def tokenizer_of(run: str, trained: dict, name: str | None = None) -> Tokenizer:
@@ -259,7 +251,7 @@ def main() -> None:
     model.check_length(len(tokens) + config.max_new_tokens - 1)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may need several tokens
     print(prompt, end="", flush=True)
-    with checkpoint.autocast(model.newlines.device, config.dtype):
+    with checkpoint.autocast(model.breaks.device, config.dtype):
         for new in generate(
             model, [tokens], config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed
         ):

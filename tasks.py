@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ import data_dclm
 import data_text
 from data_copy import CopyConfig, MicroBatches
 from data_text import TextCopyConfig
-from rope2d import newline_table
+from rope2d import break_table
 from tokenizer import load_tokenizer
 
 
@@ -20,7 +21,7 @@ class Task(NamedTuple):
     """What a run trains on."""
 
     batch: Callable[..., MicroBatches]  # (step, "train" or "validation", rank, world, pieces)
-    newlines: Tensor  # (vocab_size,) line breaks in each token
+    breaks: Tensor  # (3, vocab_size), where units of text end (rope2d.break_table)
     fingerprint: dict[str, Any]  # must be the same when a run goes on, and on all ranks
     contents: dict[str, str] = {}  # must be the same on all ranks; may have been mended when a run goes on
     weight: Tensor | None = None  # (vocab_size,) of each token as a target of training; None: all count the same
@@ -35,11 +36,11 @@ def copy_task(config: CopyConfig, batch_size: int, seed: int, block_size: int, v
     def batch(step: int, stream: str, *shard: int) -> MicroBatches:
         return data_copy.copy_batch(config, batch_size, step, seed, stream, *shard)
 
-    newlines, weight = newline_table(data_copy.TOKEN_BYTES, vocab_size), None
+    breaks, weight = break_table(data_copy.TOKEN_BYTES, vocab_size), None
     if config.closing_weight != 1:
-        weight = torch.ones(len(newlines))  # a separator is a target only where it ends a copy
+        weight = torch.ones(breaks.shape[1])  # a separator is a target only where it ends a copy
         weight[data_copy.SEPARATORS[config.separator]] = config.closing_weight
-    return Task(batch, newlines, {"vocabulary": data_copy.VOCAB}, weight=weight)
+    return Task(batch, breaks, {"vocabulary": data_copy.VOCAB}, weight=weight)
 
 
 def pretrain_task(
@@ -65,8 +66,8 @@ def pretrain_task(
         return data_dclm.text_batch(corpora[stream], batch_size, step, seed if stream == "train" else 0, *shard)
 
     digests = {f"{stream} corpus": corpus.digest for stream, corpus in corpora.items()}
-    newlines = newline_table(tokenizer.token_bytes, vocab_size)
-    return Task(batch, newlines, {"tokenizer": tokenizer.fingerprint} | digests)
+    breaks = break_table(tokenizer.token_bytes, vocab_size)
+    return Task(batch, breaks, {"tokenizer": tokenizer.fingerprint} | digests)
 
 
 def finetune_task(
@@ -74,17 +75,37 @@ def finetune_task(
     tokenizer_name: str,
     chats: str,
     val_chats: str,
+    replay: float,
+    train_data: str,
     batch_size: int,
     seed: int,
     block_size: int,
     vocab_size: int | None,
 ) -> Task:
-    """Chats, from files or made as they are needed; the loss is on what the assistant says."""
+    """Chats, from files or made as they are needed; the loss is on what the assistant says. A share `replay` of the
+    rows of each training step are sequences of the corpus train_data instead, all of whose tokens are targets."""
     tokenizer, files = load_tokenizer(tokenizer_name), {"train": chats, "validation": val_chats}
-    chat, counts, contents = data_text.chat_source(config, files, seed, tokenizer.chat, block_size)
+    chat, facts, contents = data_text.chat_source(config, files, seed, tokenizer.chat, block_size)
+    replayed = round(replay * batch_size)  # rows of a step
+    if (replay > 0) != (replayed > 0):
+        raise ValueError(f"replay={replay} of batch_size={batch_size} is no whole row: give more of one of them")
+    if (replay > 0) != bool(train_data):
+        raise ValueError(f"{replay=} with {train_data=}: give both, or none")
+    if replay:
+        corpus = data_dclm.open_corpus(train_data, tokenizer.fingerprint, block_size)
+        facts["train corpus"] = corpus.digest
+
+    def row(stream: str, index: int) -> data_text.Chat:
+        if stream == "validation":
+            return chat(stream, index)
+        step, place = divmod(index, batch_size)
+        if place >= replayed:
+            return chat(stream, step * (batch_size - replayed) + place - replayed)
+        ids = corpus.read(corpus.order([step * replayed + place], seed))[0]
+        return ids, np.ones(len(ids), bool)
 
     def batch(step: int, stream: str, *shard: int) -> MicroBatches:
-        return data_text.chat_batch(partial(chat, stream), batch_size, step, *shard)
+        return data_text.chat_batch(partial(row, stream), batch_size, step, *shard)
 
-    newlines = newline_table(tokenizer.token_bytes, vocab_size)
-    return Task(batch, newlines, {"tokenizer": tokenizer.fingerprint} | counts, contents)
+    breaks = break_table(tokenizer.token_bytes, vocab_size)
+    return Task(batch, breaks, {"tokenizer": tokenizer.fingerprint} | facts, contents)

@@ -49,10 +49,11 @@ class TrainConfig:
     task: Literal["copy", "pretrain", "finetune"] = "copy"  # what the batches hold
     init_from: str = ""  # weights to start from: a run directory or checkpoint of ours, or a Hugging Face folder
     tokenizer: str = "llama3"  # of text: llama3, bytes, a tiktoken encoding's name, a path (tokenizer.py)
-    train_data: str = ""  # pretrain: folder of shards (data_dclm.py)
+    train_data: str = ""  # pretrain, and finetune with replay: folder of shards (data_dclm.py)
     val_data: str = ""  # pretrain: folder of shards of another corpus
     chats: str = ""  # finetune: JSONL of chats (data_text.py); empty: copy tasks, made as they are needed
     val_chats: str = ""  # finetune: the same for validation; empty: copy tasks, even where chats are given
+    replay: float = 0.0  # finetune: share of a step's rows that are text of train_data, so that it is not forgotten
     out_dir: str = "out/run"  # the run's directory
     init: Literal["auto", "scratch", "resume"] = "auto"  # auto: go on if out_dir holds this run, else start
     seed: int = 0  # of the weights and of the data's order
@@ -93,10 +94,14 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 0 and less than 1")
         if not self.out_dir or "," in self.out_dir:
             raise ValueError(f"out_dir={self.out_dir!r}: expected a folder without a comma, as in eval.py --runs=A,B")
-        for task, names in (("pretrain", ("train_data", "val_data")), ("finetune", ("chats", "val_chats"))):
-            for name in names:
-                if getattr(self, name) and self.task != task:
-                    raise ValueError(f"{name}={getattr(self, name)!r}: task={self.task!r} does not use it, {task} does")
+        users = {"train_data": ("pretrain", "finetune"), "val_data": ("pretrain",)}
+        for name in ("train_data", "val_data", "chats", "val_chats", "replay"):
+            used_by = users.get(name, ("finetune",))
+            if getattr(self, name) and self.task not in used_by:
+                given = f"{name}={getattr(self, name)!r}: task={self.task!r} does not use it"
+                raise ValueError(f"{given}, {' and '.join(used_by)} does")
+        if not 0 <= self.replay < 1:
+            raise ValueError(f"replay={self.replay}: expected a share of at least 0 and less than 1")
         if self.grid_steps and self.init_from:
             hint = "all weights but the embedding would be drawn anew; leave one of them out"
             raise ValueError(f"grid_steps={self.grid_steps} with init_from={self.init_from!r}: {hint}")
@@ -118,7 +123,8 @@ def make_task(
         return tasks.pretrain_task(config.tokenizer, config.train_data, config.val_data, rows, *order, *sizes)
     if not config.init_from:
         raise ValueError("task='finetune' needs --init_from=DIR, a run directory of ours or a Hugging Face folder")
-    return tasks.finetune_task(text_config, config.tokenizer, config.chats, config.val_chats, *order, *sizes)
+    replay = config.replay, config.train_data
+    return tasks.finetune_task(text_config, config.tokenizer, config.chats, config.val_chats, *replay, *order, *sizes)
 
 
 def unused_knobs(
@@ -176,7 +182,7 @@ def make_optimizer(model: Decoder, config: TrainConfig) -> torch.optim.AdamW:
         {"params": gates, "weight_decay": 0.0, "lr_scale": config.gate_lr_scale},
     ]
     groups = [group for group in groups if group["params"]]
-    fused = model.newlines.device.type in ("cuda", "cpu")
+    fused = model.breaks.device.type in ("cuda", "cpu")
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
 
 
@@ -319,10 +325,10 @@ def start_run(
     task = on_all_ranks(lambda: make_task(model_config, copy_config, text_config, config))
     if model:
         checkpoint.check_same_tokens(config.init_from, known, task.fingerprint)
-    model_config.vocab_size = model_config.vocab_size or len(task.newlines)
-    if model_config.vocab_size != len(task.newlines):
+    model_config.vocab_size = model_config.vocab_size or task.breaks.shape[1]
+    if model_config.vocab_size != task.breaks.shape[1]:
         hint = "leave it None, or give as many or more"
-        raise ValueError(f"vocab_size={model_config.vocab_size}: the data has {len(task.newlines)} tokens; {hint}")
+        raise ValueError(f"vocab_size={model_config.vocab_size}: the data has {task.breaks.shape[1]} tokens; {hint}")
     all_configs = model_config, copy_config, text_config, config
     configurator.check_used(given, unused_knobs(*all_configs), *all_configs)
     resolved = {name: value for part in all_configs for name, value in asdict(part).items()}
@@ -332,7 +338,7 @@ def start_run(
     if saved:
         model = checkpoint.load_model(saved)
     elif model is None:
-        model = Decoder(model_config, task.newlines)
+        model = Decoder(model_config, task.breaks)
     run = Run(config, task, model, resolved, saved)
     if run.rank == 0:
         about = f"{model_config.pos_encoding}, {sum(p.numel() for p in model.parameters()):,} parameters, {run.device}"

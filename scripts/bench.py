@@ -262,7 +262,7 @@ def to_hugging_face(model: Decoder) -> nn.Module:
     with tempfile.TemporaryDirectory() as folder:
         hf.save(model, None, folder)
         peer = transformers.Qwen3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
-    return peer.to(model.newlines.device)
+    return peer.to(model.breaks.device)
 
 
 def train_step(bench: BenchConfig, knobs: DecoderConfig) -> list[dict]:

@@ -172,7 +172,7 @@ def grid_of(model: Decoder, tokens: Tensor, layer: int) -> tuple[Tensor, Tensor,
     the grid is learned gate A of each, (T,) float32: 1 goes on in the row, 0 ends it (rope2d.AutoGrid)."""
     attention, gates = model.blocks[layer].attention, None
     if attention.encoding == "2d-rope":
-        positions, _ = rope2d.grid(tokens, model.newlines, grid_reset=model.config.grid_reset)
+        positions, _ = rope2d.grid(tokens, model.breaks, grid_reset=model.config.grid_reset)
     else:
         grid, seen = (model.auto or attention.auto).grid, []
         with grid.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output[0]))):
@@ -240,7 +240,7 @@ def draw(run: str, model: Decoder, trained: dict, config: MapConfig) -> None:
     n, layer, folder = config.length, config.layer, Path(config.out_dir, run.strip("/").replace("/", "-"))
     source = data_copy.evaluation_strings(config.map_task, n, n, 1, config.eval_seed)[0]
     inputs, _ = data_copy.pack(source[None], np.array([n]), SEPARATORS[trained["separator"]])
-    tokens, labels = torch.from_numpy(inputs).to(model.newlines.device), [VOCAB[token] for token in inputs[0]]
+    tokens, labels = torch.from_numpy(inputs).to(model.breaks.device), [VOCAB[token] for token in inputs[0]]
     at = torch.arange(len(labels), device=tokens.device)
     queries = at if config.queries is None else at[config.queries[0] : config.queries[1] + 1]
     keys = at if config.keys is None else at[config.keys[0] : config.keys[1] + 1]

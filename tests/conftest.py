@@ -75,7 +75,7 @@ def fresh(**knobs) -> Decoder:
     """The model of a copy run before its first step."""
     config = configs(vocab_size=len(data_copy.VOCAB), **knobs)[0]
     torch.manual_seed(0)
-    return Decoder(config, rope2d.newline_table(data_copy.TOKEN_BYTES))
+    return Decoder(config, rope2d.break_table(data_copy.TOKEN_BYTES))
 
 
 def run(out: Path, **knobs) -> dict:
@@ -235,7 +235,7 @@ def pretrained(path: Path, pos_encoding: str = "rope", **changes) -> Path:
     values = dict(block_size=400, zero_init_residual=False, init_std=0.1, vocab_size=257, **SHAPE)
     config = ModelConfig(pos_encoding=pos_encoding, **values | changes)
     torch.manual_seed(1)
-    model = Decoder(config, rope2d.newline_table(tokenizer.token_bytes))
+    model = Decoder(config, rope2d.break_table(tokenizer.token_bytes))
     model.freeze_grid()
     about = vars(config) | {"task": "pretrain", "tokenizer": "bytes", "seed": 0}
     payload = {"model": model.state_dict(), "config": about, "step": 9, "data": {"tokenizer": tokenizer.fingerprint}}

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -84,6 +85,24 @@ def test_lengths_are_uniform_between_their_bounds_and_have_the_papers_defaults()
     for (task, stream), (low, high) in bounds.items():
         assert data_text.length_bounds(config(task), stream) == (low, high)
         assert text_example(config(task), 0, 0, stream) == text_example(config(task, low, high), 0, 0, stream)
+
+
+def test_noise_is_a_share_of_training_strings_over_alphabets_of_2_to_62():
+    config = TextCopyConfig(text_noise=0.4, text_max_length=64)
+    examples = list(text_examples(config, 2000, 5, "train"))
+    noisy = [e for e in examples if e["metadata"]["symbols"] != ["0", "1"]]
+    assert 0.36 < len(noisy) / len(examples) < 0.44
+    sizes = {len(e["metadata"]["symbols"]) for e in noisy}
+    assert sizes == set(range(2, 63))
+    for e in noisy:
+        symbols = e["metadata"]["symbols"]
+        assert len(set(symbols)) == len(symbols) and set(e["source"]) <= set(symbols)
+        assert score(e, e["source"]).correct and "".join(symbols).isalnum()
+    plain = list(text_examples(replace(config, text_noise=0.0), 2000, 5, "train"))
+    others = [(a, b) for a, b in zip(examples, plain, strict=True) if a["metadata"]["symbols"] == ["0", "1"]]
+    assert all(a == b for a, b in others)  # noise takes the place of strings and moves no other
+    evaluation = list(text_examples(config, 100, 5, "evaluation", 9))
+    assert evaluation == list(text_examples(replace(config, text_noise=0.0), 100, 5, "evaluation", 9))
 
 
 @pytest.mark.parametrize("task, symbols", [*(("imbalanced", s) for s in SYMBOLS), ("lists", ("0", "1"))])

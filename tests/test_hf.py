@@ -27,7 +27,8 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 tiktoken = pytest.importorskip("tiktoken")
 
 VOCAB, PROMPT = 61, 33
-BREAKS = (torch.arange(VOCAB) % 3 == 0).long() + (torch.arange(VOCAB) % 9 == 0)  # many, and some of two
+LINES = (torch.arange(VOCAB) % 3 == 0).long() + (torch.arange(VOCAB) % 9 == 0)  # many, and some of two
+BREAKS = torch.stack([LINES, LINES + (torch.arange(VOCAB) % 7 == 0), LINES + (torch.arange(VOCAB) % 5 == 0)])
 HOW = dict(do_sample=False, pad_token_id=0, eos_token_id=VOCAB + 5)  # which never comes
 GQA = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)  # heads of 64 in all, width 32
 SHAPES = {
@@ -41,6 +42,8 @@ MODELS = {
     "2d-rope": dict(pos_encoding="2d-rope"),
     "nope": dict(pos_encoding="nope", n_kv_head=1),
     "alibi": dict(pos_encoding="alibi", logit_scale="log_n"),
+    "4d-rope": dict(pos_encoding="4d-rope", logit_scale="log_n", freqs="mixed"),
+    "bipe": dict(pos_encoding="bipe+hirope+segatron", freqs="uniform", grid_reset=7),
     "h-rope": dict(pos_encoding="h-rope", logit_scale="log_n", freqs="mixed", rope_theta=77.0, norm_eps=1e-3),
     "rnope": dict(pos_encoding="rnope", freqs="geometric", qk_norm=True),
     "tied": dict(pos_encoding="alibi+2d-rope", tie_weights=True, n_kv_head=None, head_dim=None, grid_reset=7),
@@ -151,7 +154,7 @@ def test_greedy_generation_gives_our_tokens_across_many_line_breaks(exported, na
     expected = torch.stack(list(generate(model, prompts.tolist(), 200)), dim=1)  # (3, 200)
     got = peer.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=200, **HOW)
     assert torch.equal(got[:, PROMPT:], expected)
-    assert (BREAKS[expected] > 0).sum() > 100 and len(expected.unique()) > 30
+    assert (LINES[expected] > 0).sum() > 100 and len(expected.unique()) > 30
 
 
 WAYS = [{}, dict(use_cache=False), dict(cache_implementation="static"), dict(prompt_lookup_num_tokens=3)]
@@ -192,7 +195,7 @@ def test_a_cache_is_gone_on_with_where_all_ids_are_given_and_refused_where_not(e
     cache, positions = {name: first[name]}, peer.grid(tokens)[..., 40:]
     with pytest.raises(ValueError, match=r"position_ids=None, but rows .* give position_ids=model.grid\(all_ids"):
         peer(tokens[:, 40:], **cache)
-    with pytest.raises(ValueError, match=r"position_ids has the shape \(1, 20\): expected \(3, 1, 20\)"):
+    with pytest.raises(ValueError, match=r"position_ids has the shape \(1, 20\): expected \(7, 1, 20\)"):
         peer(tokens[:, 40:], position_ids=positions[0], **cache)
     close(peer(tokens[:, 40:], position_ids=positions, **cache).logits, model(tokens)[:, 40:])
     expected = torch.stack(list(generate(model, tokens.tolist(), 20)), dim=1)
@@ -234,7 +237,7 @@ def test_other_dtypes_and_attention_functions(exported):
 def test_frequencies_and_encoding_may_change_when_a_folder_of_ours_is_read(exported):
     model, _, folder = exported("2d-rope")
     changed = hf.load(folder, pos_encoding="h-rope", freqs="geometric", logit_scale="log_n")
-    assert changed.config.pos_encoding == "h-rope" and torch.equal(changed.newlines, BREAKS)
+    assert changed.config.pos_encoding == "h-rope" and torch.equal(changed.breaks, BREAKS)
     assert torch.equal(changed.rotary["rope"].phase, rope2d.Rotary("rope", 16).phase)
     assert torch.equal(changed.blocks[1].attention.log_n_scale, torch.ones(4))
     assert torch.equal(changed.embed.weight, model.embed.weight)
@@ -261,7 +264,7 @@ FAULTS = [  # what happens to a folder, what load says of it, and what from_pret
     (lambda f: edit_config(f, pos_encoding="rope"), "2d-rope.phase is surplus", "unexpected_keys: model.rotary.2d"),
     (lambda f: edit_config(f, n_layer=3), "no tensor model.layers.2", "missing_keys: model.layers.2"),
     (lambda f: edit_config(f, rope_theta=7.0), "rope_theta=7.0 is not that of", "another rope_theta, 7.0"),
-    (lambda f: edit_weights(f, lambda w: w.pop("model.newlines")), "no tensor model.newlines", "missing_keys: model.n"),
+    (lambda f: edit_weights(f, lambda w: w.pop("model.breaks")), "no tensor model.breaks", "missing_keys: model.b"),
     (lambda f: edit_weights(f, lambda w: w.pop(K)), f"no tensor {K}", f"missing_keys: {K}"),
     (lambda f: edit_weights(f, lambda w: w.update(a=w[N] + 1)), "safetensors: a is surplus", "unexpected_keys: a"),
     (lambda f: edit_weights(f, lambda w: w.update({N: w[N][1:]})), rf"{N} is .*\[31\].*\[32\]", "."),
@@ -391,16 +394,16 @@ def test_rope_weights_go_into_another_encoding(folder, encoding):
     model = hf.load(folder, pos_encoding=encoding, rope_theta=None, block_size=300, logit_scale="log_n")
     assert (model.config.pos_encoding, model.config.rope_theta, model.config.logit_scale) == (encoding, None, "log_n")
     expected = {1: 1, 3: 2, 4: 1, 59: 3}  # beyond the tokenizer there are no line breaks
-    assert model.newlines.tolist() == [expected.get(i, 0) for i in range(VOCAB)]
+    assert model.breaks[0].tolist() == [expected.get(i, 0) for i in range(VOCAB)]
     assert all(torch.equal(model.get_parameter(name), p) for name, p in rope.named_parameters())
-    twin, tokens = Decoder(model.config, rope.newlines), random_tokens(1, 300)
+    twin, tokens = Decoder(model.config, rope.breaks), random_tokens(1, 300)
     twin.load_state_dict(model.state_dict())
     assert torch.equal(model(tokens), twin(tokens))
     assert not torch.allclose(model(tokens[:, :256]), rope(tokens[:, :256]))
 
 
 def test_without_a_tokenizer_only_encodings_that_need_none(folder):
-    assert not hf.load(folder, pos_encoding="rnope").newlines.any()
+    assert not hf.load(folder, pos_encoding="rnope").breaks.any()
     for encoding in ("2d-rope", "h-rope"):
         with pytest.raises(ValueError, match=f"pos_encoding='{encoding}'.*tokenizer.json"):
             hf.load(folder, pos_encoding=encoding)
@@ -492,7 +495,7 @@ def small(name: str) -> Tokenizer:
 def test_autotokenizer_gives_the_tokens_and_the_chats_of_our_tokenizer(name, tmp_path, monkeypatch):
     tokenizer = small(name)
     config = ModelConfig(n_layer=1, n_embd=16, head_dim=8, vocab_size=tokenizer.vocab_size + 3, block_size=99)
-    model = Decoder(config, rope2d.newline_table(tokenizer.token_bytes, config.vocab_size))
+    model = Decoder(config, rope2d.break_table(tokenizer.token_bytes, config.vocab_size))
     with monkeypatch.context() as patch:
         patch.setattr(hf, "load_tokenizer", Mock(return_value=tokenizer))
         hf.save(model, name, tmp_path / "a")
@@ -531,8 +534,8 @@ def test_a_run_is_exported_by_the_script_finetuned_and_kept_apart_from_other_tok
     assert last["config"]["pos_encoding"] == "h-rope" and last["data"]["tokenizer"] == hf.fingerprint(folder)
     with pytest.raises(ValueError, match="tokenizer='bytes': 257 tokens for vocab_size=61"):
         hf.save(ours(), "bytes", tmp_path / "new")
-    model.newlines[7] = 1
-    with pytest.raises(ValueError, match="tokenizer='bytes': .*other line breaks than the model's"):
+    model.breaks[0, 7] = 1
+    with pytest.raises(ValueError, match="tokenizer='bytes': .*other breaks than the model's"):
         hf.save(model, "bytes", tmp_path / "new")
     other = shutil.copytree(folder, tmp_path / "other")
     write_tokenizer(other)

@@ -33,7 +33,7 @@ def untrained(encoding: str = "2d-rope", **changes) -> Decoder:
     torch.manual_seed(0)
     values = dict(n_layer=2, n_head=4, n_embd=32, head_dim=16, block_size=90, init_std=0.3, zero_init_residual=False)
     config = ModelConfig(pos_encoding=encoding, vocab_size=len(VOCAB), **values | changes)
-    model = Decoder(config, rope2d.newline_table(data_copy.TOKEN_BYTES)).eval()
+    model = Decoder(config, rope2d.break_table(data_copy.TOKEN_BYTES)).eval()
     for block in model.blocks:  # as training would leave them: heads of different scales, gates that differ by token
         if hasattr(block.attention, "log_n_scale"):
             torch.nn.init.uniform_(block.attention.log_n_scale, 0.5, 2)

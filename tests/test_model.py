@@ -14,7 +14,8 @@ from rope2d import AutoGrid
 
 NEWLINES = torch.tensor([1, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0])  # token 0, with which generate() pads, breaks a line
 VOCAB = len(NEWLINES)
-FIXED = ["rope", "2d-rope", "nope", "alibi", "h-rope", "rnope", "2d-rope+nope"]
+BREAKS = torch.stack([NEWLINES, NEWLINES.roll(1), NEWLINES + NEWLINES.roll(2)])  # lines, sentences, words
+FIXED = ["rope", "2d-rope", "nope", "alibi", "h-rope", "rnope", "2d-rope+nope", "4d-rope", "bipe", "hirope", "segatron"]
 PATTERNS = [*FIXED, "auto-2d-rope", "rope+auto-2d-rope", "auto-2d-rope+alibi", "auto-2d-rope sigmoid"]
 patterns = pytest.mark.parametrize("pattern", PATTERNS)
 variants = pytest.mark.parametrize("n_kv_head, qk_norm", [(None, False), (1, False), (2, True), (None, True)])
@@ -26,7 +27,7 @@ def build(pattern: str = "2d-rope", seed: int = 0, **changes) -> Decoder:
     encoding, _, gate = pattern.partition(" ")
     values = dict(n_layer=3, n_head=4, n_embd=32, head_dim=16, mlp_dim=24, vocab_size=VOCAB, block_size=64)
     values |= dict(pos_encoding=encoding, auto_gate=gate or "saturating", init_std=0.25, zero_init_residual=False)
-    decoder = Decoder(ModelConfig(**values | changes), NEWLINES).eval().requires_grad_(False)
+    decoder = Decoder(ModelConfig(**values | changes), BREAKS).eval().requires_grad_(False)
     for name, p in decoder.named_parameters():
         if "norm" in name or name.endswith(("log_n_scale", "log_scale")):
             p.uniform_(0.5, 1.5)
@@ -48,18 +49,36 @@ def plain_decoder(m: Decoder, tokens: list[int]) -> torch.Tensor:
     c, T = m.config, len(tokens)
     w = {name: p.double() for name, p in m.state_dict().items() if p.is_floating_point()}
     H, Hkv, D = c.n_head, c.kv_heads, c.head_size
-    place, row, col = [], 0, 0
+    angles = {name: [] for name in rope2d.PLANES if name not in ("auto-2d-rope", "nope", "alibi")}
+    line = col = sentence = word = letter = 0
+    cols = []
     for index, token in enumerate(tokens):
-        place.append((index, row, col))
-        row, col = (row + int(NEWLINES[token]), 0) if NEWLINES[token] else (row, col + 1)
-    rope = [[t * 10_000 ** (-2 * i / D) for i in range(D // 2)] for t, _, _ in place]
-    grid = [[p * 1_000 ** (-4 * i / D) for p in (r, c) for i in range(D // 4)] for _, r, c in place]
-    angles = {"rope": torch.tensor(rope).double(), "2d-rope": torch.tensor(grid, dtype=torch.float64)}
+        n = D // 2  # pairs of a head
+        turn = {
+            "rope": [index * 1e4 ** (-i / n) for i in range(n)],
+            "2d-rope": [p * 1e3 ** (-2 * i / n) for p in (line, col) for i in range(n // 2)],
+            "4d-rope": [p * 1e3 ** (-4 * i / n) for p in (line, col, word, letter) for i in range(n // 4)],
+            "bipe": [line * 1e4 ** (-i / n) for i in range(n)],
+            "hirope": [p * 1e4 ** (-2 * i / n) for p in (index, line) for i in range(n // 2)],
+            "segatron": [
+                p * 1e4 ** (-i / part) for p, part in ((index, 3), (sentence, 3), (line, 2)) for i in range(part)
+            ],
+        }
+        for name, found in turn.items():
+            angles[name].append(found)
+        cols.append(col)
+        new_line, new_sentence, new_word = BREAKS[:, token].tolist()
+        line, col = line + new_line, 0 if new_line else col + 1
+        word, letter = word + new_word, 0 if new_word else letter + 1
+        sentence += new_sentence
+    angles = {name: torch.tensor(found, dtype=torch.float64) for name, found in angles.items()}
 
     def norm(x, weight):
         return x / (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * weight
 
     x = w["embed.weight"][tokens]
+    if "bipe" in c.pos_encoding:
+        x = x + w["col_embed.weight"][[min(at, 1023) for at in cols]]
     for layer in range(c.n_layer):
         encoding = rope2d.ALIASES.get(c.pos_encoding, c.pos_encoding).split("+")
         encoding, at = encoding[layer % len(encoding)], f"blocks.{layer}."
@@ -124,7 +143,7 @@ def test_left_padding_takes_no_place_and_may_be_longer_than_a_prefill_chunk(patt
         alone = m(tokens[b : b + 1, n:])[0]
         close(whole[b, n:], alone)
         close(torch.cat(later, 1)[b], alone[-7:])
-        place = rope2d.grid(tokens[b : b + 1, n:], NEWLINES)[1]
+        place = rope2d.grid(tokens[b : b + 1, n:], BREAKS)[1]
         assert torch.equal(cache.state[:, b : b + 1], place)
 
 
@@ -209,7 +228,7 @@ def test_qk_norm_under_autocast_is_close_to_float32_and_takes_no_slow_path(recwa
 def test_initial_weights_have_their_std_and_outputs_start_at_zero(zero):
     torch.manual_seed(0)
     how = dict(init_std=0.03, zero_init_residual=zero, qk_norm=True, qk_norm_init=0.25)
-    m = Decoder(ModelConfig(n_layer=2, n_embd=128, vocab_size=VOCAB, **how), NEWLINES)
+    m = Decoder(ModelConfig(n_layer=2, n_embd=128, vocab_size=VOCAB, **how), BREAKS)
     for name, p in m.requires_grad_(False).named_parameters():
         if "norm" in name:
             assert (p == (0.25 if ".q_norm." in name or ".k_norm." in name else 1)).all()
@@ -225,7 +244,7 @@ def test_initial_weights_have_their_std_and_outputs_start_at_zero(zero):
 @pytest.mark.parametrize("shared", [0.0, 3.0])
 def test_embeddings_start_with_one_vector_in_common(shared):
     torch.manual_seed(0)
-    m = Decoder(ModelConfig(n_embd=256, vocab_size=400, shared_embed_init=shared), torch.zeros(400))
+    m = Decoder(ModelConfig(n_embd=256, vocab_size=400, shared_embed_init=shared), torch.zeros(3, 400))
     common = m.embed.weight.detach().mean(0)
     assert common.std().item() == pytest.approx(0.02 * (shared or 0.05), rel=0.2)
     assert (m.embed.weight.detach() - common).std().item() == pytest.approx(0.02, rel=0.02)
@@ -240,7 +259,7 @@ def test_frequencies_gates_and_sizes_are_as_the_config_says():
     assert auto.grid.proj.bias.tolist() == pytest.approx([0.3]) and torch.equal(auto.rotary.phase, rotary.phase)
     assert auto.rotary.log_scale is not None
     assert AutoGrid(4000).proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    m = Decoder(ModelConfig(n_embd=32, vocab_size=VOCAB, freqs_learned=True), NEWLINES)
+    m = Decoder(ModelConfig(n_embd=32, vocab_size=VOCAB, freqs_learned=True), BREAKS)
     assert m.blocks[0].mlp.out.in_features == 128 and not m.rotary["2d-rope"].log_scale.any()
 
 

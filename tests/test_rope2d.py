@@ -68,11 +68,12 @@ def test_left_padding_moves_no_real_token(reset):
         assert (positions[INDEX, b, :n] < 0).all() and (positions[COL, b, :n] < 0).all()
 
 
-def test_newline_table_counts_the_breaks_of_each_token():
-    pieces = [b"\n", b"a", b".\n\n", b"\r\n", b"\n \n\n", b"\\n", b""]
-    table = rope2d.newline_table(pieces)
-    assert table.tolist() == [1, 0, 2, 1, 3, 0, 0] and table.dtype == torch.int64
-    assert rope2d.newline_table(pieces, 9).tolist() == [1, 0, 2, 1, 3, 0, 0, 0, 0]  # padded with unused ids
+def test_break_table_counts_the_ends_of_lines_sentences_and_words_in_each_token():
+    pieces = [b"\n", b"a_1", b".\n\n", b"\r\n", b" is", b"e.g.", "\u00e9".encode(), b""]
+    table = rope2d.break_table(pieces)
+    expected = [[1, 0, 2, 1, 0, 0, 0, 0], [1, 0, 3, 1, 0, 2, 0, 0], [1, 0, 3, 2, 1, 2, 0, 0]]
+    assert table.tolist() == expected and table.dtype == torch.int64
+    assert rope2d.break_table(pieces, 10).tolist() == [[*row, 0, 0] for row in expected]  # padded with unused ids
 
 
 # Rotation and its angles
@@ -107,9 +108,8 @@ def test_rotate_and_its_gradients_are_complex_products_eager_and_compiled(dtype,
 def test_angles_are_exact_at_any_position(encoding, freqs, learned):
     planes = rope2d.PLANES[encoding]
     rotary = Rotary(encoding, 64, freqs, seed=5, learned=learned)
-    steps = torch.stack(
-        [frequencies(freqs, 32 // len(planes), rope2d.THETA.get(encoding, 10_000.0), 5 + i) for i in range(len(planes))]
-    )
+    n = 32 // len(planes)
+    steps = torch.cat([frequencies(freqs, n, rope2d.THETA.get(encoding, 10_000.0), 5 + i) for i in range(len(planes))])
     if learned:
         rotary.log_scale.data = normal(*steps.shape) / 2
         steps = steps * rotary.log_scale.detach().exp()
@@ -118,9 +118,7 @@ def test_angles_are_exact_at_any_position(encoding, freqs, learned):
     for where in (0, 1, -3, 257, 10**5, 10**6, 10**6 if learned else 10**9 + 7):  # a factor is no better than float64
         place = [where, where - 1, where + 2]  # index, row, col
         angles = rotary.angles(torch.tensor(place)[:, None, None])[0, 0].tolist()
-        exact = [
-            Fraction(step) * place[plane] for plane, row in zip(planes, steps.tolist(), strict=True) for step in row
-        ]
+        exact = [Fraction(step) * place[planes[pair // n]] for pair, step in enumerate(steps.tolist())]
         for angle, wanted in zip(angles, exact, strict=True):
             turns = (Fraction(angle) - wanted) / (2 * PI)
             assert abs(float((turns - round(turns)) * 2 * PI)) < 1e-6, (where, angle)
@@ -129,17 +127,18 @@ def test_angles_are_exact_at_any_position(encoding, freqs, learned):
 @pytest.mark.parametrize("learned", [False, True])
 def test_real_positions_turn_by_their_float64_angle_and_pass_its_gradients(learned):
     rotary = Rotary("auto-2d-rope", 16, "uniform", seed=3, learned=learned)
-    scale = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
-    freqs = torch.stack([frequencies("uniform", 4, 1.0, seed) for seed in (3, 4)])
+    scale = torch.zeros(8, dtype=torch.float64, requires_grad=True)
+    freqs = torch.cat([frequencies("uniform", 4, 1.0, seed) for seed in (3, 4)])
     positions = (torch.rand(3, 2, 5, dtype=torch.float64, generator=torch.manual_seed(0)) * 1e4).requires_grad_()
     weight = normal(2, 5, 8)
     if learned:
         rotary.log_scale.data.uniform_(-0.5, 0.5)
         scale.data = rotary.log_scale.detach().double()
-    exact = (positions[1:].movedim(0, -1)[..., None] * (freqs * scale.detach().float().exp())).flatten(-2)
+    places = positions[1:].movedim(0, -1).repeat_interleave(4, -1)
+    exact = places * (freqs * scale.detach().float().exp())
     ours = rotary.angles(positions)
     torch.testing.assert_close(ours.cos().double(), exact.cos(), atol=3e-6, rtol=0)
-    exact = (positions[1:].movedim(0, -1)[..., None] * (freqs * scale.exp())).flatten(-2)
+    exact = places * (freqs * scale.exp())
     gradients = torch.autograd.grad((ours * weight).sum(), [positions, *rotary.parameters()])
     wanted = torch.autograd.grad((exact * weight).sum(), [positions, scale])
     for mine, theirs in zip(gradients, wanted, strict=False):
@@ -176,8 +175,8 @@ def test_layers_take_the_encodings_in_turn():
     [
         (lambda: layer_encodings("rope+spiral", 2), "spiral.*known are rope, .*rnope, or several"),
         (lambda: frequencies("harmonic", 4, 10.0, 0), "freqs='harmonic'"),
-        (lambda: Rotary("rope", 33), "head_dim=33: rope needs a multiple of 2"),
-        (lambda: Rotary("2d-rope", 34), "head_dim=34: 2d-rope needs a multiple of 4"),
+        (lambda: Rotary("rope", 33), "head_dim=33: rope needs an even number"),
+        (lambda: Rotary("2d-rope", 2), "head_dim=2: 2d-rope needs an even number, at least 4"),
         (lambda: Rotary("rope", 32, fraction=0), "rotary_fraction=0"),
         (lambda: Rotary("rope", 32, fraction=1.5), "rotary_fraction=1.5"),
         (lambda: rope2d.check_head_dim("2d-rope", 0), "head_dim=0"),

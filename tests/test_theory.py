@@ -34,7 +34,7 @@ def copier(
     """
     V, n_layer = len(token_bytes), len(set(rope2d.layer_encodings(encoding, 2)))  # the last layer copies
     sizes = dict(n_layer=n_layer, n_head=1, head_dim=128, n_embd=2 * V, mlp_dim=1, vocab_size=V, block_size=21_000)
-    model = Decoder(ModelConfig(**sizes, pos_encoding=encoding, freqs="uniform"), rope2d.newline_table(token_bytes))
+    model = Decoder(ModelConfig(**sizes, pos_encoding=encoding, freqs="uniform"), rope2d.break_table(token_bytes))
     rotary = rope2d.Rotary("rope" if encoding == "rope" else "2d-rope", 128, "uniform")  # as in the model
     angles = rotary.angles(torch.tensor([offset, line_offset or offset]).T[:, None])[0]  # (2, D/2)
     model.embed.weight.copy_(torch.eye(V, 2 * V))  # the first V channels: which token; the others: what to write
@@ -42,7 +42,7 @@ def copier(
     block = model.blocks[-1]
     block.attention_norm.weight.fill_((2 * V) ** -0.5)
     q, k, v = block.attention.qkv.weight.zero_().view(3, 128, 2 * V)
-    is_break = (model.newlines > 0).long()
+    is_break = (model.breaks[0] > 0).long()
     q[:, :V] = norm * torch.cat([angles.cos(), angles.sin()], dim=1)[is_break].T
     k[:64, :V] = norm
     for i, (token, written) in enumerate(writes.items()):

@@ -92,7 +92,7 @@ def test_the_learning_rate_is_the_formula(knobs, rates):
 @pytest.mark.parametrize("encoding", ["2d-rope", "auto-2d-rope"])
 def test_weight_decay_shrinks_matrices_alone_and_no_gates(encoding):
     values = dict(n_embd=16, vocab_size=3, qk_norm=True, zero_init_residual=False, pos_encoding=encoding)
-    model = Decoder(ModelConfig(freqs_learned=True, logit_scale="log_n", **values), torch.zeros(3))
+    model = Decoder(ModelConfig(freqs_learned=True, logit_scale="log_n", **values), torch.zeros(3, 3))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = train.make_optimizer(model, TrainConfig(learning_rate=0.1, weight_decay=0.5))
     for p in model.parameters():
@@ -120,7 +120,7 @@ def test_first_the_grid_is_found_then_all_but_the_embedding_starts_again(tmp_pat
     wanted = model.state_dict()
     for name, p in found.items():
         if isinstance(p, torch.Tensor):
-            stays = "embed" in name or "norm" in name or "phase" in name or name == "newlines"
+            stays = "embed" in name or "norm" in name or "phase" in name or name == "breaks"
             assert torch.equal(p, first[name]) == stays, name
             assert torch.equal(anew[name], p if "grid" in name else wanted[name]), name
     assert anew["auto.grid._extra_state"] is True
@@ -177,7 +177,7 @@ def test_text_comes_in_the_order_of_the_seed_and_for_validation_in_one_order(tmp
     run(tmp_path, max_steps=1, **knobs)
     model_config = configs(vocab_size=257, **knobs)[0]
     torch.manual_seed(1)
-    fresh = Decoder(model_config, rope2d.newline_table(load_tokenizer("bytes").token_bytes))
+    fresh = Decoder(model_config, rope2d.break_table(load_tokenizer("bytes").token_bytes))
     losses = []
     for model, name, seed in ((fresh, "train", 1), (checkpoint.load_run(str(tmp_path))[0], "val", 0)):
         corpus = data_dclm.Corpus(corpora / name)
@@ -239,6 +239,22 @@ def test_chats_are_gone_through_in_epochs_and_those_of_validation_are_of_their_f
     assert epochs[0] != epochs[1] != epochs[2] and said(other, 0, "train") != epochs[0]
     assert said(task, 0, "validation") == said(other, 0, "validation")
     assert {answer[0] for answer in said(task, 0, "validation")} < set(b"abcdef")
+
+
+@pytest.mark.parametrize("world, pieces", [(1, 1), (2, 2)])
+def test_replayed_rows_are_pretraining_in_its_order_and_take_no_chats_place(tmp_path, corpora, world, pieces):
+    """A quarter of 8 rows: 2 sequences of the corpus, all of whose tokens are targets, and 6 chats."""
+    corpus = data_dclm.Corpus(corpora / "train")
+    knobs = dict(init_from="x", seed=3, block_size=400)
+    task = finetuning(replay=0.25, train_data=str(corpora / "train"), batch_size=8, **knobs)
+    chats, unmixed = finetuning(batch_size=6, **knobs), finetuning(batch_size=8, **knobs)
+    for step in (0, 1, 7):
+        batch = [piece for rank in range(world) for piece in task.batch(step, "train", rank, world, pieces)]
+        rows = [row[row != IGNORE].tolist() for _, targets in batch for row in targets]
+        replayed = corpus.read(corpus.order(np.arange(2 * step, 2 * step + 2), 3))[:, 1:].tolist()
+        assert sorted(rows) == sorted(replayed + said(chats, step, "train"))
+    assert said(task, 0, "validation") == said(unmixed, 0, "validation")
+    assert task.fingerprint["train corpus"] == corpus.digest
 
 
 def test_a_run_goes_on_with_chats_that_were_mended_and_not_with_more_of_them(tmp_path, start):
@@ -361,8 +377,9 @@ IMPOSSIBLE = {
         (dict(grad_clip=-1.0), "grad_clip=-1.0"),
         (dict(out=Path("a,b")), "out_dir='a,b': expected a folder without a comma"),
         # knobs that would do nothing
-        (dict(train_data="x"), "train_data='x': task='copy' does not use it, pretrain does"),
+        (dict(train_data="x"), "train_data='x': task='copy' does not use it, pretrain and finetune does"),
         (dict(chats="x"), "chats='x': task='copy' does not use it, finetune does"),
+        (dict(replay=0.1), "replay=0.1: task='copy' does not use it, finetune does"),
         (dict(grid_steps=5), "grid_steps=5 needs .*auto-2d-rope"),
         (AUTO | dict(auto_gate="sigmoid"), "grid_steps=5 needs .*auto-2d-rope"),
         (AUTO | dict(tie_weights=True), "grid_steps=5 with tie_weights=True"),
@@ -385,6 +402,11 @@ IMPOSSIBLE = {
         (dict(n_embd=64), "n_embd.*do not fit"),
         (dict(pos_encoding="auto-2d-rope"), "do not fit: .*grid"),
         (dict(chats="none.jsonl"), "none.jsonl"),
+        (dict(replay=0.5), "replay=0.5 with train_data=''"),
+        (dict(train_data="x"), "replay=0.0 with train_data='x'"),
+        (dict(train_data="x", replay=0.01), "replay=0.01 of batch_size=8 is no whole row"),
+        (dict(train_data="x", replay=1.0), "replay=1.0: expected a share"),
+        (dict(val_data="x"), "val_data='x': task='finetune' does not use it, pretrain does"),
         (AUTO | dict(init_from="auto"), "grid_steps=5 with init_from"),  # it would draw them anew
     ],
 }
@@ -458,7 +480,7 @@ def test_the_folder_of_a_run_says_what_it_was(tmp_path, monkeypatch):
 
 def test_flops_are_what_torch_counts():
     config = ModelConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=32, head_dim=16, vocab_size=50, mlp_dim=80)
-    model, tokens = Decoder(config, torch.zeros(50)), torch.zeros(2, 30, dtype=torch.long)
+    model, tokens = Decoder(config, torch.zeros(3, 50)), torch.zeros(2, 30, dtype=torch.long)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens, tokens).backward()
     assert counter.get_total_flops() == model.flops(60, 60 * 30)
@@ -488,7 +510,7 @@ def test_parameters_of_the_sizes(size, monkeypatch):
     config = configurator.configure(*train.CONFIGS, argv=["config/pretrain.py", f"config/{size}.py"])[0]
     for config.vocab_size, millions in zip((128_256, 32_000), SIZES[size], strict=True):
         with torch.device("meta"):
-            model = Decoder(config, torch.zeros(config.vocab_size))
+            model = Decoder(config, torch.zeros(3, config.vocab_size))
         assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
 
 
