@@ -191,9 +191,8 @@ def read(path: str | Path) -> dict:
         hint = "expected a run's directory, which has last.pt, a checkpoint, or a folder with a config.json"
         raise FileNotFoundError(f"{path}: no such checkpoint; {hint}")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load looks neither at checksums nor for what it calls folders
-            flagged = [record.filename for record in archive.infolist() if record.external_attr]
-            if bad := archive.testzip() or flagged:
+        with zipfile.ZipFile(path) as archive:  # torch.load does not look at checksums
+            if bad := archive.testzip():
                 raise zipfile.BadZipFile(f"damaged record {bad}")
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except PermissionError:
@@ -220,11 +219,8 @@ def load_model(saved: dict, device: str | torch.device = "cpu", **changes: Any) 
         theirs = f"the checkpoint's weights have {name}={saved['config'][name]}"
         raise ValueError(f"{name}={changes[name]}: {theirs}; leave it out, or train from scratch")
     if changed & FREQUENCIES:  # frequencies are the new config's
-        own = model.state_dict()
-        weights = {name: p for name, p in weights.items() if "rotary." not in name}
-        for name, p in own.items():
-            if "rotary." in name:
-                weights[name] = p
+        own = {name: p for name, p in model.state_dict().items() if "rotary." in name}
+        weights = {name: p for name, p in weights.items() if "rotary." not in name} | own
     if changes:
         theirs, ours = ({n: getattr(p, "shape", ()) for n, p in side.items()} for side in (weights, model.state_dict()))
         if lines := configurator.diff(theirs, ours):

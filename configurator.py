@@ -22,18 +22,15 @@ import difflib
 import errno
 import functools
 import inspect
-import io
 import json
 import math
 import os
 import shlex
 import sys
 import textwrap
-import tokenize
 import traceback
 import types
 import typing
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -48,7 +45,6 @@ NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 @dataclass
 class Knob:
     name: str
-    owner: type  # the dataclass that it is a field of
     hint: Any  # its type
     default: Any
 
@@ -90,10 +86,11 @@ def resolve(classes: Sequence[type], argv: Sequence[str], given: dict[str, str] 
     return values
 
 
-def build(cls: type, values: Mapping[str, Any]) -> Any:
-    """A `cls` from those `values` that are fields of it; other names are ignored, missing ones keep their default."""
+def build(cls: type, values: Mapping[str, Any], origin: str = "values") -> Any:
+    """A `cls` from those `values` that are fields of it; other names are ignored, missing ones keep their default.
+    `origin` is where errors say that the values are from."""
     knobs = _knobs([cls])
-    return cls(**{name: _check(knob, values.get(name, knob.default), "values") for name, knob in knobs.items()})
+    return cls(**{name: _check(knob, values.get(name, knob.default), origin) for name, knob in knobs.items()})
 
 
 def check_used(given: Mapping[str, str], unused: Mapping[str, str], *configs: Any) -> None:
@@ -158,12 +155,12 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
 
 
-def lock(folder: str | os.PathLike[str], what: str = "--out_dir") -> BinaryIO:
+def lock(folder: str | os.PathLike[str]) -> BinaryIO:
     """Reserve `folder` for this process, and remove the *.tmp files that killed processes left in it.
 
     Keep the file that is returned: closing it frees the folder, and so does the end of the process, even by kill -9.
-    ValueError if another process has the folder (`what` is the knob to change then), RuntimeError if it cannot be
-    written. Where the file system has no locks, that is said once, and the folder is not reserved.
+    ValueError if another process has the folder, RuntimeError if it cannot be written. Where the file system has no
+    locks, that is said once, and the folder is not reserved.
     """
     path = Path(folder) / ".lock"
     try:
@@ -179,13 +176,11 @@ def lock(folder: str | os.PathLike[str], what: str = "--out_dir") -> BinaryIO:
         file.seek(0)
         holder = file.read().decode() or "another process"
         file.close()
-        advice = f"wait for it, stop it, or choose another {what}"
+        advice = "wait for it, stop it, or choose another --out_dir"
         raise ValueError(f"{folder} is in use by {holder}: {advice}") from None
     except (ImportError, OSError) as error:
-        _say_once(f"no file locks here ({error}): take care that no two runs have the same {what}")
+        _say_once(f"no file locks here ({error}): take care that no two runs have the same --out_dir")
         return file
-    held = weakref.ref(file)  # a forked worker that outlives this process must not keep the lock
-    os.register_at_fork(after_in_child=lambda: held() and held().close())
     for stale in path.parent.glob(f"*.*-{'[0-9a-f]' * 8}.tmp"):  # as `atomic` names them; others are not ours
         with contextlib.suppress(OSError):
             stale.unlink()
@@ -202,39 +197,24 @@ def run_cli(run: Callable[[], None]) -> None:
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # nobody reads the output any more, as in `python eval.py ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        sys.exit(141)  # as a shell reports it
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         if os.environ.get("NANO2D_TRACEBACK") == "1":
             raise
-        if isinstance(error, BrokenPipeError) and _output_is_closed():
-            sys.exit(141)  # as a shell reports it
         message = str(error)
         if isinstance(error, MemoryError):
-            advice = "ask for less at once, such as fewer samples or a smaller batch"
-            message = f"not enough memory: {message or 'it is used up'}; {advice}"
+            message = f"not enough memory: ask for less at once, such as fewer samples or a smaller batch ({error!r})"
         if isinstance(error, RuntimeError | MemoryError):
             message += " (NANO2D_TRACEBACK=1 shows where)"
         print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
 
 
-def _output_is_closed() -> bool:
-    """Whether nobody reads standard output any more, as in `python eval.py ... | head`."""
-    try:
-        print(flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-        return True
-    return False
-
-
 def _cannot_write(path: Path, error: OSError) -> RuntimeError:
-    reason = error.strerror or str(error)
-    if error.filename is not None:
-        reason += f": {error.filename}"
-    advice = "mend that, or choose another folder"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = "is the disk full? Make room, then run the same command again"
-    return RuntimeError(f"{path}: cannot be written ({reason}), nothing was replaced: {advice}")
+    advice = "make room or mend that, then run the same command again"
+    return RuntimeError(f"{path}: cannot be written ({error}), nothing was replaced: {advice}")
 
 
 def _fsync(handle: int) -> None:
@@ -258,12 +238,10 @@ def _knobs(classes: Sequence[type]) -> dict[str, Knob]:
         hints = typing.get_type_hints(cls)
         for field in fields(cls):
             name = field.name
-            if not field.init:
-                continue
             if name in knobs:
-                raise ValueError(f"{name} is in both {knobs[name].owner.__name__} and {cls.__name__}: rename one")
+                raise ValueError(f"{name} is in {cls.__name__} and in a class before it: rename one")
             default = field.default if field.default_factory is MISSING else field.default_factory()
-            knobs[name] = Knob(name, cls, hints[name], default)
+            knobs[name] = Knob(name, hints[name], default)
             knobs[name].default = _check(knobs[name], default, f"{cls.__name__}'s default")
     return knobs
 
@@ -277,46 +255,35 @@ def _find(item: str) -> Path:
     for path in tried:
         if path.is_file():
             return path
-    there = {file.name for path in tried for file in path.parent.glob("*.py")}
-    near = _nearest(Path(item).name, sorted(there), 3)
     looked = " and ".join(dict.fromkeys(map(str, tried)))
-    raise FileNotFoundError(f"no config file {item}: looked for {looked}; near names there: {near}")
-
-
-class _Space(dict):
-    """What a config file runs in; notes the names that it assigns."""
-
-    def __init__(self, names: Mapping[str, Any]):
-        super().__init__(names)
-        self.assigned: set[str] = set()
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self.assigned.add(name)
+    near = _nearest(Path(item).name, [file.name for path in tried for file in path.parent.glob("*.py")])
+    raise FileNotFoundError(f"no config file {item}: looked for {looked}; the nearest name there is {near}")
 
 
 def _run_file(path: Path, values: Mapping[str, Any], knobs: Mapping[str, Knob], given: dict) -> dict[str, Any]:
     """The values after the config file `path` has run on them; the knobs that it assigns are added to `given`."""
-    space = _Space({**WORDS, **values, "__file__": str(path)})
+    space = {**WORDS, **values, "__file__": str(path)}
     try:
-        exec(compile(path.read_text("utf-8-sig"), str(path), "exec", dont_inherit=True), space)
+        tree = ast.parse(path.read_text("utf-8-sig"), str(path))
+        exec(compile(tree, str(path), "exec", dont_inherit=True), space)
     except Exception as error:
         where = f"{path}, line {error.lineno}" if isinstance(error, SyntaxError) else str(path)
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.filename == str(path):
                 where = f"{path}, line {frame.lineno}"
         raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
+    assigned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     for name, value in space.items():
         own = name.startswith("_") or isinstance(value, types.ModuleType) or callable(value)
         if name not in knobs and name not in WORDS and not own:
             hint = f"the nearest known one is {_nearest(name, knobs)}; a name of the file's own starts with _"
             raise ValueError(f"{path}: unknown name {name}, {hint}")
-    given.update(dict.fromkeys(space.assigned & knobs.keys(), str(path)))
+    given.update(dict.fromkeys(assigned & knobs.keys(), str(path)))
     return {name: _check(knob, space.get(name, values[name]), str(path)) for name, knob in knobs.items()}
 
 
-def _nearest(name: str, known: Iterable[str], n: int = 1) -> str:
-    return ", ".join(difflib.get_close_matches(name.lower(), known, n, cutoff=0.0)) or "none"
+def _nearest(name: str, known: Iterable[str]) -> str:
+    return "".join(difflib.get_close_matches(name.lower(), known, 1, cutoff=0.0)) or "none"
 
 
 def _check(knob: Knob, value: Any, origin: str, readings: Sequence[Any] | None = None) -> Any:
@@ -364,24 +331,18 @@ def _readings(text: str) -> list[Any]:
     inner = text.strip()
     if inner[:1] + inner[-1:] in ("()", "[]"):
         inner = inner[1:-1]
-    values, texts = [], []
-    for piece in map(str.strip, inner.removesuffix(",").split(",")):
-        value = _literal(piece)
-        if value == piece and piece.startswith(("'", '"')):  # a comma inside quotes: this is no list
-            return [_literal(text), text]
-        values.append(value)
-        texts.append(value if isinstance(value, str) else piece)
+    pieces = [piece.strip() for piece in inner.removesuffix(",").split(",")]
+    values = [_literal(piece) for piece in pieces]
+    texts = [value if isinstance(value, str) else piece for value, piece in zip(values, pieces, strict=True)]
     return [_literal(text), values, text, texts]
 
 
 def _literal(text: str) -> Any:
-    """The Python value of `text`, or `text` where it has none. Quotes count only if they span all of it."""
+    """The Python value of `text`, or `text` where it has none."""
     try:
-        value = ast.literal_eval(text)
-        first = next(tokenize.generate_tokens(io.StringIO(text).readline)).string
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return WORDS.get(text, text)
-    return text if isinstance(value, str) and first != text else value
 
 
 def _expected(hint: Any) -> str:
@@ -403,8 +364,6 @@ def _help(classes: Sequence[type], doc: str | None) -> str:
     lines = [inspect.cleandoc(doc)] if doc else []
     for cls in classes:
         title = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
-        if title.startswith(f"{cls.__name__}("):  # dataclass puts a signature where there is no docstring
-            title = cls.__name__
         lines += ["", title]
         comments = _comments(cls)
         for name in _knobs([cls]):
@@ -415,20 +374,18 @@ def _help(classes: Sequence[type], doc: str | None) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Each field's trailing comment, or else the comment lines right above it; nothing where there is no source."""
+    """Each field's comment: behind it on its line, or else on the lines right above; none where there is no source."""
     try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(inspect.getsource(cls)).readline))
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+        lines = inspect.getsource(cls).splitlines()
+    except (OSError, TypeError):
         return {}
-    comments, name, above, trailing = {}, "", [], []
-    for token in tokens:
-        if token.type == tokenize.COMMENT:
-            (trailing if name else above).append(token.string.lstrip("#").strip())
-        elif token.type == tokenize.NAME:
-            name = name or token.string  # the first word of a statement
-        elif token.type == tokenize.NEWLINE:  # the end of a statement
-            comments.setdefault(name, " ".join(trailing or above))
-            name, above, trailing = "", [], []
-        elif token.type == tokenize.NL and not token.line.strip():  # an empty line
-            above = []
+    comments, above = {}, []
+    for line in map(str.strip, lines):
+        if line.startswith("# "):
+            above.append(line[2:])
+            continue
+        name, colon, rest = line.partition(": ")
+        if colon:
+            comments[name] = rest.partition("  # ")[2] or " ".join(above)
+        above = []
     return comments

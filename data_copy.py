@@ -5,8 +5,17 @@ A sample, as the model sees it (the targets are the copy and the separator that 
     tokens    <n> I: 0  1  1  <n> <n> O: 0  1  1
     target     .  .  .  .  .   .   .  0  1  1  <n>
 
-Nothing but the tokens tells where the source ends. Any sample is a pure function of (seed, stream, step, index): no
-generator has a state to lose, and the same samples come on any number of processes and after any resume.
+Nothing but the tokens tells where the source ends. Four tasks copy at other places. There, too, the answer is a
+function of the source, which is all that stands between I: and the blank line:
+
+    task         source, for a string of n = 3          answer
+    select       #2 <n> 0 0 1 <n> 1 1 0 <n> 0 1 1       1 1 0 <n>               2 to 4 strings; #k names the k-th
+    middle       0 0 > 1 1 0                            1 1 0 <n>               up to n symbols, a mark, the string
+    multiline    1 <n> 0                                1 <n> 0 <n> <n>         2 to 4 lines; n counts their breaks
+    twice        1 1 0                                  1 1 0 <n> 1 1 0 <n>
+
+Any sample is a pure function of (seed, stream, step, index): no generator has a state to lose, and the same samples
+come on any number of processes and after any resume.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 N_SYMBOLS = 32  # "0", "1", and 30 more that only noise strings use
-NEWLINE, INPUT, OUTPUT, STAR, PAD = range(N_SYMBOLS, N_SYMBOLS + 5)
-VOCAB = [*map(str, range(N_SYMBOLS)), "<n>", "I:", "O:", "*", "<pad>"]
+NEWLINE, INPUT, OUTPUT, STAR, PAD, MARK, FIRST = range(N_SYMBOLS, N_SYMBOLS + 7)
+VOCAB = [*map(str, range(N_SYMBOLS)), "<n>", "I:", "O:", "*", "<pad>", ">", "#1", "#2", "#3", "#4"]
 TOKEN_BYTES = [b"\n" if token == "<n>" else token.encode() for token in VOCAB]  # for rope2d.break_table
 SEPARATORS = {"<n>": NEWLINE, "*": STAR}  # the rule of 2D-RoPE knows the first alone
 
@@ -33,8 +42,10 @@ MicroBatches = list[tuple[NDArray[np.int64], NDArray[np.int64]]]  # tokens and t
 class CopyConfig:
     """Copy task"""
 
-    copy_task: str = "imbalanced"  # strings to train on: imbalanced, recursive-flip, uniform, repeat-structure
-    max_length: int = 20  # lengths of strings are uniform in [1, max_length], in tokens
+    # Strings to train on: imbalanced, recursive-flip, uniform, repeat-structure; or imbalanced ones to copy at other
+    # places: select, middle, multiline, twice.
+    copy_task: str = "imbalanced"
+    max_length: int = 20  # lengths of strings are uniform in [1, max_length], in tokens; multiline: breaks included
     noise: float = 0.1  # share of training strings drawn from 32 symbols, not 2
     repeat_p: float = 0.9  # repeat-structure: probability that a token of the repeated base is left as it is
     closing_weight: float = 1.0  # of the separator that ends a copy in the training loss; symbols have 1
@@ -124,41 +135,102 @@ def repeat_structure(keys: Sequence[int | NDArray], at: NDArray, repeat_p: float
     return random_int(0, 1, *keys, 0, at % base) ^ flip
 
 
-# A new task is a line here, and one in ANSWERS if the answer is not the source but a function of sources (N, T) and
-# lengths (N, 1).
+# A new task is a line here, and one in ANSWERS if the answer is not the source but a function of it.
 STRINGS = {
     "imbalanced": imbalanced,
     "recursive-flip": recursive_flip,
     "uniform": uniform,
     "repeat-structure": repeat_structure,
 }
-ANSWERS: dict[str, Callable[[NDArray, NDArray], NDArray]] = {}
-TASKS = tuple(STRINGS)
+
+
+# Sources of copies at other places, from symbols (4 n,), the length n, and draws (4 n,) uniform in [0, 1).
+
+
+def select(symbols: NDArray, n: int, draws: NDArray) -> NDArray[np.int64]:
+    lines = 2 + int(3 * draws[0])
+    rows = np.insert(symbols[: lines * n].reshape(lines, n), 0, NEWLINE, axis=1)
+    return np.append(FIRST + int(lines * draws[1]), rows)  # flattens the rows
+
+
+def middle(symbols: NDArray, n: int, draws: NDArray) -> NDArray[np.int64]:
+    before = int((n + 1) * draws[0])
+    return np.insert(symbols[: before + n], before, MARK)
+
+
+def multiline(symbols: NDArray, n: int, draws: NDArray) -> NDArray[np.int64]:
+    lines = min(2 + int(3 * draws[0]), (n + 1) // 2)  # no line is empty: a blank line ends the source
+    size = n + 1 - lines  # symbols
+    breaks = 1 + draws[1:size].argsort()[: lines - 1]
+    return np.insert(symbols[:size], breaks, NEWLINE)
+
+
+def twice(symbols: NDArray, n: int, draws: NDArray) -> NDArray[np.int64]:
+    return symbols[:n]
+
+
+def named_line(source: NDArray) -> NDArray[np.int64]:
+    lines = np.split(source, np.flatnonzero(source == NEWLINE))  # each begins with its break
+    return lines[source[0] - FIRST + 1][1:]
+
+
+PLACES = {"select": select, "middle": middle, "multiline": multiline, "twice": twice}
+ANSWERS: dict[str, Callable[[NDArray], NDArray]] = {
+    "select": named_line,
+    "middle": lambda source: source[(source == MARK).argmax() + 1 :],
+    "multiline": lambda source: np.append(source, NEWLINE),
+    "twice": lambda source: np.concatenate([source, [NEWLINE], source]),
+}
+TASKS = (*STRINGS, *PLACES)
+
+
+def longest(task: str, n: int) -> int:
+    """Tokens that the model sees of a sample of length n, at most."""
+    of_places = {"select": 5 * n + 10, "middle": 3 * n + 6, "multiline": 2 * n + 6, "twice": 3 * n + 6}
+    return of_places.get(task, 2 * n + 5)
 
 
 def strings(task: str, width: int, keys: Sequence[int | NDArray], repeat_p: float = 0.9) -> NDArray[np.int64]:
     """A string for each row of keys, (N, width); keys: what the strings are a function of, arrays among them (N, 1)."""
     if task not in STRINGS:
-        raise ValueError(f"task={task!r}: expected one of {', '.join(TASKS)}")
+        raise ValueError(f"task={task!r}: expected one of {', '.join(STRINGS)}")
     return STRINGS[task](keys, np.arange(width), repeat_p)
 
 
+def draw_sources(
+    task: str, lengths: NDArray[np.int64], keys: Sequence[int | NDArray], repeat_p: float, noise: float
+) -> list[NDArray[np.int64]]:
+    """A source for each of lengths (N,) and each row of keys; a share `noise` of them has 32 symbols."""
+    width = int(lengths.max()) * (4 if task in PLACES else 1)
+    symbols = strings("imbalanced" if task in PLACES else task, width, keys, repeat_p)
+    if noise:
+        noisy = random_unit(*keys, 4) < noise
+        symbols = np.where(noisy, random_int(0, N_SYMBOLS - 1, *keys, 5, np.arange(width)), symbols)
+    if task not in PLACES:
+        return [row[:n] for row, n in zip(symbols, lengths, strict=True)]
+    draws = random_unit(*keys, 6, np.arange(width))
+    return [PLACES[task](*sample) for sample in zip(symbols, lengths, draws, strict=True)]
+
+
+def lay_out(source: NDArray, separator: int = NEWLINE, task: str = "") -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The prompt and the answer of one sample."""
+    answer = ANSWERS[task](source) if task in ANSWERS else source
+    prompt = np.concatenate([[NEWLINE, INPUT], source, [NEWLINE, NEWLINE, OUTPUT]])
+    answer = np.append(answer, NEWLINE)
+    return np.where(prompt == NEWLINE, separator, prompt), np.where(answer == NEWLINE, separator, answer)
+
+
 def pack(
-    sources: NDArray[np.int64], lengths: NDArray[np.int64], separator: int = NEWLINE, task: str = ""
+    sources: Sequence[NDArray], lengths: Sequence[int], separator: int = NEWLINE, task: str = ""
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Inputs and targets (N, 2 max(lengths) + 5), right-padded, from sources (N, >= max(lengths)) and lengths (N,)."""
-    n = lengths[:, None]
-    at = np.arange(2 * int(lengths.max()) + 6)
-    in_source = (at >= 2) & (at < n + 2)
-    in_target = (at >= n + 5) & (at < 2 * n + 5)
-    tokens = np.full(in_source.shape, PAD, np.int64)
-    tokens[:, 0], tokens[:, 1] = separator, INPUT
-    tokens[(at == n + 2) | (at == n + 3) | (at == 2 * n + 5)] = separator
-    tokens[at == n + 4] = OUTPUT
-    answers = ANSWERS[task](sources, n) if task in ANSWERS else sources
-    real = np.arange(sources.shape[1]) < n
-    tokens[in_source], tokens[in_target] = sources[real], answers[real]
-    targets = np.where((at >= n + 5) & (at <= 2 * n + 5), tokens, IGNORE)
+    """Inputs and targets (N, T), right-padded, from the first lengths (N,) tokens of N sources."""
+    samples = [lay_out(source[:n], separator, task) for source, n in zip(sources, lengths, strict=True)]
+    T = max(len(prompt) + len(answer) for prompt, answer in samples)
+    tokens, targets = np.full((len(samples), T), PAD), np.full((len(samples), T), IGNORE)
+    for row, target, (prompt, answer) in zip(tokens, targets, samples, strict=True):
+        start, end = len(prompt), len(prompt) + len(answer)
+        row[:start], row[start:end] = prompt, answer
+        target[start:end] = answer
     return tokens[:, :-1], targets[:, 1:]
 
 
@@ -182,24 +254,20 @@ def copy_batch(
     micro_batches = []
     for part in np.array_split(np.argsort(all_lengths, kind="stable"), world * pieces)[rank::world]:
         keys, lengths = (seed, STREAMS[stream], step, part[:, None]), all_lengths[part]
-        width = int(lengths.max())
-        sources = strings(config.copy_task, width, keys, config.repeat_p)
-        if config.noise:
-            noisy = random_unit(*keys, 4) < config.noise
-            sources = np.where(noisy, random_int(0, N_SYMBOLS - 1, *keys, 5, np.arange(width)), sources)
-        micro_batches.append(pack(sources, lengths, SEPARATORS[config.separator], config.copy_task))
+        drawn = draw_sources(config.copy_task, lengths, keys, config.repeat_p, config.noise)
+        micro_batches.append(pack(drawn, [len(row) for row in drawn], SEPARATORS[config.separator], config.copy_task))
     return micro_batches
 
 
 def evaluation_strings(
     task: str, low: int, high: int, n: int, seed: int, repeat_p: float = 0.9
 ) -> list[NDArray[np.int64]]:
-    """n strings with lengths uniform in [low, high], for tests: never noisy, never those of training."""
+    """n sources with lengths uniform in [low, high], for tests: never noisy, never those of training."""
     if task not in TASKS or not 1 <= low <= high:
         raise ValueError(f"{task=}, {low=}, {high=}: expected one of {', '.join(TASKS)}, and 1 <= low <= high")
     keys = (seed, STREAMS["evaluation"], TASKS.index(task), low, high, np.arange(n)[:, None])
     lengths = random_int(low, high, *keys, 3)[:, 0]
-    return [row[:length] for row, length in zip(strings(task, high, keys, repeat_p), lengths, strict=True)]
+    return draw_sources(task, lengths, keys, repeat_p, noise=0.0)
 
 
 def text(tokens: Sequence[int]) -> str:

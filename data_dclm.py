@@ -16,19 +16,16 @@ The same command goes on where a build was stopped; what is lost is the shard at
 import contextlib
 import hashlib
 import json
-import mmap
-import multiprocessing
 import os
 import signal
 import sys
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +38,6 @@ from documents import Block
 from tokenizer import Tokenizer, load_tokenizer
 
 MAGIC, HEADER = b"nano2d-shard-2", 4096
-OPEN_SHARDS = 512  # each takes a file descriptor, of which a process often has 1,024
 AGAIN = "put a sound copy there; or delete it and all later shards, and the command that built them makes them again"
 
 
@@ -61,8 +57,8 @@ class BuildConfig:
     packing: Literal["drop", "continue"] = "drop"  # the rest of a document that a sequence has no room for
     max_tokens: int = 0  # stop with the sequence that reaches so many; 0: at the end of the source
     shard_tokens: int = 2**27  # a shard ends with the block of documents that reaches so many
-    block_bytes: int = 2**20  # of text that a process gets at once; a shard ends with such a block
-    processes: int = 0  # that tokenise; 0: one a core
+    block_bytes: int = 2**20  # of text that a thread gets at once; a shard ends with such a block
+    threads: int = 0  # threads that tokenise; 0: one a core
     verify: str = ""  # folder of shards to check, every row
 
     def __post_init__(self):
@@ -75,7 +71,7 @@ class BuildConfig:
         for name in ("length", "shard_tokens", "block_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 1")
-        for name in ("max_tokens", "processes"):
+        for name in ("max_tokens", "threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: expected at least 0")
 
@@ -96,88 +92,71 @@ class Progress:
     tokenizer_name: str = ""  # for messages; what it computes is in the facts
 
 
-def _header(facts: dict, rows: int, progress: Progress) -> bytes:
-    """The first HEADER bytes of a shard with `rows` rows; _map reads them."""
+def _write_header(file: BinaryIO, facts: dict, rows: int, progress: Progress) -> None:
+    """The first HEADER bytes of a shard with `rows` rows."""
     text = json.dumps({"rows": rows, "facts": facts, "progress": asdict(progress)}).encode()
     header = b"%s\t%08x\t%s" % (MAGIC, zlib.crc32(text), text)
     if len(header) > HEADER:
         raise RuntimeError(f"a header of {len(header)} bytes: raise HEADER={HEADER} in data_dclm.py: {text.decode()}")
-    return header.ljust(HEADER, b"\0")
+    file.seek(0)
+    file.write(header.ljust(HEADER, b"\0"))
 
 
-def _map(path: str) -> tuple[dict, mmap.mmap]:
-    """A shard's header, and all its bytes."""
-    with open(path, "rb", 0) as file:
+def _read_header(path: str) -> dict:
+    with open(path, "rb") as file:
         magic, _, rest = file.read(HEADER).rstrip(b"\0").partition(b"\t")
-        crc, _, text = rest.partition(b"\t")
-        if magic != MAGIC or crc != b"%08x" % zlib.crc32(text):
-            raise RuntimeError(f"{path}: header damaged, or none of {MAGIC.decode()}: {AGAIN}")
-        return json.loads(text), mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    crc, _, text = rest.partition(b"\t")
+    if magic != MAGIC or crc != b"%08x" % zlib.crc32(text):
+        raise RuntimeError(f"{path}: header damaged, or none of {MAGIC.decode()}: {AGAIN}")
+    return json.loads(text)
 
 
 class Corpus:
     """A folder of shards: sequences, numbered from 0.
 
     rows: their number; length: the tokens that a model sees; tokenizer: its fingerprint; facts: all that decides what
-    the shards hold; last: the progress at their end, a dict; digest: of all; complete: False if the build was stopped.
+    the shards hold; last: the Progress at their end; digest: of all; complete: False if the build was stopped.
 
     FileNotFoundError if there are no shards, ValueError if they are of another tokenizer, RuntimeError for damage:
-    names, sizes and two headers are checked at once (2,000 shards take 10 ms), all else when it is read.
+    names, sizes and headers are checked at once (2,000 shards take 0.2 s), rows when they are read.
     """
 
     def __init__(self, folder: str | Path, fingerprint: dict | None = None):
         self.folder = Path(folder)
-        names = os.listdir(folder) if self.folder.is_dir() else ()
-        shards = sorted(name for name in names if name.endswith(".bin"))
-        if not shards:
+        names = sorted(path.name for path in self.folder.glob("*.bin"))
+        if not names:
             raise FileNotFoundError(f"no shards (000000.bin) in {folder}: build some, see python data_dclm.py --help")
-        for i, name in enumerate(shards):
+        for i, name in enumerate(names):
             if name != f"{i:06d}.bin":
                 raise RuntimeError(f"{self.path(i)} is missing, the next is {name}: {AGAIN}")
-        header, _ = _map(self.path(0))
-        self.facts = header["facts"]
+        headers = [_read_header(self.path(i)) for i in range(len(names))]
+        self.facts, self.progress = headers[0]["facts"], [Progress(**header["progress"]) for header in headers]
         self.length, self.tokenizer, self.dtype = (self.facts[name] for name in ("length", "tokenizer", "dtype"))
+        self.last = self.progress[-1]
+        self.digest, self.complete = self.last.digest, self.last.complete
         if fingerprint not in (None, self.tokenizer):
             difference = "; ".join(configurator.diff(self.tokenizer, fingerprint))
             raise ValueError(
-                f"{folder} was built with another tokenizer, {header['progress']['tokenizer_name']} ({difference}): "
+                f"{folder} was built with another tokenizer, {self.last.tokenizer_name} ({difference}): "
                 "give --tokenizer as it was in the build, or shards that are built with the one here"
             )
-        self.row_bytes = (self.length + 1) * np.dtype(self.dtype).itemsize + 4
-        counts = [self.count_rows(i) for i in range(len(shards))]
-        self.starts = np.cumsum([0, *counts])
+        self.row_bytes = (self.length + 1) * np.dtype(self.dtype).itemsize
+        for i, header in enumerate(headers):
+            found = {"shard": self.progress[i].shard, "bytes": os.path.getsize(self.path(i)), **header["facts"]}
+            expected = {"shard": i, "bytes": HEADER + header["rows"] * (self.row_bytes + 4), **self.facts}
+            if lines := configurator.diff(found, expected):
+                raise RuntimeError(f"{self.path(i)} is damaged or of another build ({'; '.join(lines)}): {AGAIN}")
+        self.starts = np.cumsum([0, *(header["rows"] for header in headers)])
         self.rows = int(self.starts[-1])
-        self.maps: dict[int, tuple[NDArray, NDArray]] = {}
-        self.last = self.open(len(shards) - 1)
-        if self.last["rows"] != self.rows:  # a shard lacks whole rows: find it
-            for i in range(len(shards)):
-                self.open(i)
-        self.digest, self.complete = self.last["digest"], self.last["complete"]
 
     def path(self, i: int) -> str:
         return f"{self.folder}/{i:06d}.bin"
 
-    def count_rows(self, i: int) -> int:
-        """How many rows shard i has, by its size."""
-        count, rest = divmod(os.path.getsize(self.path(i)) - HEADER, self.row_bytes)
-        if count < 0 or rest:
-            raise RuntimeError(f"{self.path(i)} is cut short or too long, by a part of a row: {AGAIN}")
-        return count
-
-    def open(self, i: int) -> dict:
-        """Maps shard i, and returns the progress at its end."""
-        header, data = _map(self.path(i))
-        count = int(self.starts[i + 1] - self.starts[i])
-        found = {"shard": header["progress"]["shard"], "rows": header["rows"], **header["facts"]}
-        expected = {"shard": i, "rows": count, **self.facts}
-        if found != expected:
-            difference = "; ".join(configurator.diff(found, expected))
-            raise RuntimeError(f"{self.path(i)} does not belong here ({difference}): {AGAIN}")
-        while len(self.maps) >= OPEN_SHARDS:
-            del self.maps[next(iter(self.maps))]  # the one that was opened first
-        rows = np.frombuffer(data, self.dtype, count * (self.length + 1), HEADER).reshape(count, self.length + 1)
-        self.maps[i] = rows, np.frombuffer(data, "<u4", count, HEADER + rows.nbytes)
-        return header["progress"]
+    def checks(self, i: int) -> bytes:
+        """What stands behind the rows of shard i: the crc32 of each."""
+        with open(self.path(i), "rb") as file:
+            file.seek(HEADER + (self.starts[i + 1] - self.starts[i]) * self.row_bytes)
+            return file.read()
 
     def order(self, index: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
         """The sequence at each place (N,), from 0, of an endless order: all, shuffled, then all, shuffled anew."""
@@ -191,13 +170,14 @@ class Corpus:
             raise ValueError(f"rows from {rows.min()} to {rows.max()}: {self.folder} has {self.rows}, from 0")
         out = np.empty((len(rows), self.length + 1), np.int64)
         shards = np.searchsorted(self.starts, rows, "right") - 1
-        for k, (i, row) in enumerate(zip(shards.tolist(), (rows - self.starts[shards]).tolist(), strict=True)):
-            if i not in self.maps:
-                self.open(i)
-            tokens, checks = self.maps[i]
-            if zlib.crc32(tokens[row]) != checks[row]:
-                raise RuntimeError(f"{self.path(i)}, row {row}: damaged (crc32): {AGAIN}")
-            out[k] = tokens[row]
+        for k, (i, row) in enumerate(zip(shards, rows - self.starts[shards], strict=True)):
+            with open(self.path(i), "rb", 0) as file:
+                file.seek(HEADER + row * self.row_bytes)
+                data = file.read(self.row_bytes)
+                file.seek(HEADER + (self.starts[i + 1] - self.starts[i]) * self.row_bytes + row * 4)
+                if zlib.crc32(data) != int.from_bytes(file.read(4), "little"):
+                    raise RuntimeError(f"{self.path(i)}, row {row}: damaged (crc32): {AGAIN}")
+            out[k] = np.frombuffer(data, self.dtype)
         return out
 
 
@@ -230,65 +210,43 @@ def text_batch(
     return [(part[:, :-1], part[:, 1:]) for part in np.split(rows, cuts)]
 
 
-def _digest(before: str, facts: dict, checks: NDArray) -> str:
-    return hashlib.sha256(f"{before}{json.dumps(facts, sort_keys=True)}".encode() + checks.tobytes()).hexdigest()
+def _digest(before: str, facts: dict, checks: bytes) -> str:
+    return hashlib.sha256(f"{before}{json.dumps(facts, sort_keys=True)}".encode() + checks).hexdigest()
 
 
 def verify(folder: str | Path) -> Corpus:
     """Reads every row, and checks that the shards follow each other. Errors as Corpus."""
     corpus, digest = Corpus(folder), ""
-    for i in tqdm(range(len(corpus.starts) - 1), unit="shard"):
-        progress = corpus.open(i)
+    for i in tqdm(range(len(corpus.progress)), unit="shard"):
         for row in range(corpus.starts[i], corpus.starts[i + 1]):
             corpus.read([row])
-        digest = _digest(digest, corpus.facts, corpus.maps[i][1])
-        if digest != progress["digest"]:
+        digest = _digest(digest, corpus.facts, corpus.checks(i))
+        if digest != corpus.progress[i].digest:
             raise RuntimeError(f"{corpus.path(i)} does not follow the shard before it (digest): {AGAIN}")
     return corpus
 
 
-def tokenise(block: Block, tokenizer: str, text_field: str, dtype: str) -> tuple[NDArray, list[int]]:
-    """Tokens of a block's documents, eos behind each, and how many each document has, 0 for one without any text.
-    RuntimeError names a document that cannot be used."""
-    encoder = load_tokenizer(tokenizer)
+def tokenise(block: Block, tokenizer: Tokenizer, dtype: str) -> tuple[NDArray, list[int]]:
+    """Tokens of a block's documents, eos behind each, and how many each document has, 0 for one without any text."""
     tokens, sizes = [np.empty(0, dtype)], []
-    for number, document in enumerate(block.documents, block.first + 1):
-        try:
-            text = documents.text_of(document, text_field)
-        except ValueError as error:
-            raise RuntimeError(f"{block.name} {number}: {error}") from error
-        ids = np.append(encoder.encode(text), encoder.eos) if text.strip() else []
+    for text in block.texts:
+        ids = np.append(tokenizer.encode(text), tokenizer.eos) if text.strip() else []
         tokens.append(ids)
         sizes.append(len(ids))
     return np.concatenate(tokens, dtype=dtype, casting="unsafe"), sizes
 
 
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process, which then ends its workers
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # kill -9 leaves none behind
-
-
-def in_order(function: Callable, blocks: Iterable[Block], processes: int) -> Iterator[tuple[Block, tuple]]:
-    """Each block with function(block), in order, few at a time."""
-    if processes == 1:
-        for block in blocks:
-            yield block, function(block)
-        return
-    # A fork has the tokenizer already; elsewhere it is not safe. It comes before any reader has threads.
-    how = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    pool, waiting = ProcessPoolExecutor(processes, how, _start_worker), []
-    try:
-        pool.submit(int)  # starts the workers
+def in_order(function: Callable, blocks: Iterable[Block], threads: int) -> Iterator[tuple[Block, tuple]]:
+    """Each block with function(block), in order, few at a time. Threads serve, since tiktoken frees Python's lock."""
+    waiting = []
+    with ThreadPoolExecutor(threads) as pool:
         for block in blocks:
             waiting.append((block, pool.submit(function, block)))
-            if len(waiting) > 2 * processes:
+            if len(waiting) > 2 * threads:
                 block, future = waiting.pop(0)
                 yield block, future.result()
         for block, future in waiting:
             yield block, future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def pack(tokens: NDArray, ends: NDArray, length: int, packing: str, max_rows: int) -> tuple[list[NDArray], int]:
@@ -341,11 +299,10 @@ def write_shard(
             found = f"no sequence of {length} + 1 tokens in the {progress.tokens} of the source"
             raise ValueError(f"{folder}: {found}: give more text, or a smaller --length")
         progress.kept += len(checks) * (length + 1 if packing == "drop" else length)
-        checks = np.array(checks, "<u4")
-        progress.digest = _digest(progress.digest, facts, checks)
-        file.write(checks.tobytes())
-        file.seek(0)
-        file.write(_header(facts, len(checks), progress))
+        tail = np.array(checks, "<u4").tobytes()
+        file.write(tail)
+        progress.digest = _digest(progress.digest, facts, tail)
+        _write_header(file, facts, len(checks), progress)
     return progress
 
 
@@ -355,21 +312,15 @@ def describe(config: BuildConfig, tokenizer: Tokenizer, files: dict[Path, str], 
     revision = config.dataset_revision
     if config.dataset and not revision:
         revision = corpus.facts["dataset_revision"] if corpus else documents.newest_revision(config.dataset)
+    as_given = ("dataset", "dataset_config", "dataset_split", "text_field", "length", "packing")
+    as_given += ("max_tokens", "shard_tokens", "block_bytes")
     return {
         "tokenizer": tokenizer.fingerprint,
         "dtype": "<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
         "files": len(files),
         "names_and_sizes": hashlib.sha256(listing.encode()).hexdigest(),
-        "dataset": config.dataset,
-        "dataset_config": config.dataset_config,
-        "dataset_split": config.dataset_split,
         "dataset_revision": revision,
-        "text_field": config.text_field,
-        "length": config.length,
-        "packing": config.packing,
-        "max_tokens": config.max_tokens,
-        "shard_tokens": config.shard_tokens,
-        "block_bytes": config.block_bytes,
+        **{name: getattr(config, name) for name in as_given},
     }
 
 
@@ -379,29 +330,29 @@ def build(config: BuildConfig) -> Corpus:
     ValueError if out_dir holds another build, if another process builds there, or if the text fills no sequence.
     FileNotFoundError and RuntimeError for sources that are missing or damaged, and for packages not installed.
     """
-    documents.need(*(["pyarrow"] if config.sources else ["datasets", "zstandard"]))
+    documents.need("datasets", "zstandard")
     tokenizer = load_tokenizer(config.tokenizer)
     files = documents.find_files(config.sources)
     out = Path(config.out_dir)
     with configurator.lock(out):
-        corpus = Corpus(out) if any(out.glob("*.bin")) else None
+        corpus = Corpus(out, tokenizer.fingerprint) if any(out.glob("*.bin")) else None
         facts = describe(config, tokenizer, files, corpus)
         if corpus and corpus.facts != facts:
             ways = "give the values there to go on with it, choose another --out_dir, or move that folder away"
             lines = configurator.diff(corpus.facts, facts)
-            if corpus.tokenizer != tokenizer.fingerprint:
-                lines.append(f"tokenizer's name: {corpus.last['tokenizer_name']!r} there, {tokenizer.name!r} here")
             raise ValueError("\n  ".join([f"{out} holds another build: {ways}", *lines]))
         if corpus and corpus.complete:
             return corpus
-        progress = Progress(**corpus.last) if corpus else Progress(tokenizer_name=tokenizer.name)
+        progress = corpus.last if corpus else Progress(tokenizer_name=tokenizer.name)
+        how = (config.text_field, config.block_bytes, progress.after)
         if files:
-            blocks = documents.read_files(files, config.text_field, config.block_bytes, progress.after)
+            blocks = documents.read_files(files, *how)
         else:
-            where = (config.dataset, config.dataset_config, config.dataset_split, facts["dataset_revision"])
-            blocks = documents.read_dataset(*where, config.text_field, config.block_bytes, progress.after)
-        work = partial(tokenise, tokenizer=config.tokenizer, text_field=config.text_field, dtype=facts["dtype"])
-        results = in_order(work, blocks, config.processes or os.cpu_count())
+            where = {"path": config.dataset, "name": config.dataset_config or None, "split": config.dataset_split}
+            where["revision"] = facts["dataset_revision"] or None
+            blocks = documents.read_dataset(config.dataset, where, *how)
+        work = partial(tokenise, tokenizer=tokenizer, dtype=facts["dtype"])
+        results = in_order(work, blocks, config.threads or os.cpu_count())
         every = 0.2 if sys.stderr.isatty() else 10  # seconds
         total = config.max_tokens or None
         bar = tqdm(total=total, initial=progress.tokens, unit="tok", unit_scale=True, mininterval=every)
@@ -418,7 +369,7 @@ def main() -> None:
     config = configurator.configure(BuildConfig, doc=__doc__)
     signal.signal(signal.SIGTERM, stop)
     corpus = verify(config.verify) if config.verify else build(config)
-    last = Progress(**corpus.last)
+    last = corpus.last
     print(
         f"{corpus.folder}: {corpus.rows:,} sequences of {corpus.length:,} tokens from {last.documents:,} documents "
         f"({last.empty:,} more were empty) of {last.tokens:,} tokens, {1 - last.kept / last.tokens:.1%} "

@@ -1,10 +1,10 @@
-"""Copy tasks in text, as chats: strings and lists of numbers in an instruction; their scores and batches.
+"""Copy tasks in text, as chats: strings, lists of numbers and passages in an instruction; their scores and batches.
 
     python data_text.py --show=3 --text_task=lists  # --help lists the knobs
     python data_text.py --write=data/copy.jsonl --examples=1000 --symbols="' a',' b'"
 
 The user's message holds a source in an instruction; the right answer is the source, or the Python list of its numbers,
-and nothing else. Example i of a stream is a pure function of (seed, stream, i). Needs data_copy.py and numpy.
+and nothing else. Example i of a stream is a pure function of (seed, stream, i).
 """
 
 import hashlib
@@ -22,8 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_copy import IGNORE, STREAMS, STRINGS, MicroBatches, permute, random_bits, random_int, random_unit, strings
+from passages import CONTENTS, LONGEST_LINE, passage, read_texts
 
-TEXT_TASKS = ("imbalanced", "recursive-flip", "uniform", "repeat-structure", "lists")  # the place is in the seed
+# The place of a task is in its seed. documents: passages of any content; prose and so on: of that one alone.
+DOCUMENTS = ("documents", *CONTENTS)
+TEXT_TASKS = ("imbalanced", "recursive-flip", "uniform", "repeat-structure", "lists", *DOCUMENTS)
 KINDS = ("own-line", "first", "mid-sentence")  # where the source stands; its copy does not share the last one's column
 STRING_TEMPLATES = (
     "Copy the following string exactly:\n{}",
@@ -57,6 +60,17 @@ LIST_TEMPLATES = (
     "For my plotting script, convert the values {} to a Python list, without rounding or dropping any.",
 )
 
+DOCUMENT_TEMPLATES = (
+    "Copy the following text exactly, with all its line breaks:\n{}",
+    "Here is a passage. Write it out again, every line and every blank as it stands:\n{}",
+    "Repeat what is below, character for character, and add nothing:\n{}",
+    "{}\nThat was the text. Reply with an exact copy of it.",
+    "{}\n\nReproduce everything above this line, unchanged.",
+    "{}\n---\nGive back all that stands above the dashes.",
+    'The file holds "{}" and nothing else: what does it hold?',
+    "Everything between the two marks, <<{}>>, has to be copied as it is.",
+    "Between these brackets, [{}], is a passage; answer with that passage alone.",
+)
 LETTERS = string.ascii_letters + string.digits  # of noise
 
 
@@ -64,14 +78,18 @@ LETTERS = string.ascii_letters + string.digits  # of noise
 class TextCopyConfig:
     """Text copy"""
 
-    # strings of two symbols to copy, or comma-separated numbers to turn into a Python list
-    text_task: Literal["imbalanced", "recursive-flip", "uniform", "repeat-structure", "lists"] = "imbalanced"
+    # strings of two symbols to copy (imbalanced, recursive-flip, uniform, repeat-structure), comma-separated numbers to
+    # turn into a Python list (lists), passages to copy (documents; of one content: prose, code, json, csv, log, words)
+    text_task: str = "imbalanced"
     symbols: tuple[str, str] = ("0", "1")  # what strings are made of; with blanks: --symbols="' a',' b'"
     template_kind: Literal["all", "own-line", "first", "mid-sentence"] = "all"  # where in the prompt the source stands
-    text_min_length: int = 0  # symbols, or points; 0: 1 symbol, 50 points, 200 points in the evaluation stream
-    text_max_length: int = 0  # 0: 1,000 symbols, 150 points, 800 points in the evaluation stream
+    text_min_length: int = 0  # symbols, points or lines; 0: 1 symbol or line, 50 points, 200 in the evaluation stream
+    text_max_length: int = 0  # 0: 1,000 symbols, 150 points, 800 in the evaluation stream, 8 lines, 400 characters
     text_repeat_p: float = 0.9  # repeat-structure: probability that a symbol of the repeated base is left as it is
     text_noise: float = 0.0  # share of training strings that are drawn from 2 to 62 letters and digits instead
+    text_unit: Literal["lines", "characters"] = "lines"  # that the length of a passage counts
+    # prose and code to cut passages from: files and folders; these are what scripts/local_text.py writes
+    text_source: tuple[str, ...] = ("data/text/train.jsonl.zst", "data/text/val.jsonl.zst")
 
     def __post_init__(self):
         # Outer blanks aside, so that a copy reads in one way only even where an answer has lost its own.
@@ -79,8 +97,9 @@ class TextCopyConfig:
         if len(bare) != 2 or lines != [*self.symbols] or any(a.startswith(b) for a, b in (bare, bare[::-1])):
             expected = "two strings without line breaks, neither blank nor the start of the other, outer blanks aside"
             raise ValueError(f"symbols={self.symbols!r}: expected {expected}")
-        if self.text_task not in TEXT_TASKS or self.template_kind not in ("all", *KINDS):
-            raise ValueError(f"{self}: expected a text_task of {TEXT_TASKS}, a template_kind of {('all', *KINDS)}")
+        for name, known in (("text_task", TEXT_TASKS), ("template_kind", ("all", *KINDS))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
         for name in ("text_repeat_p", "text_noise"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a share between 0 and 1")
@@ -123,7 +142,9 @@ def noise_alphabet(keys: Sequence[int]) -> str:
 
 def length_bounds(config: TextCopyConfig, stream: str) -> tuple[int, int]:
     """Least and greatest length of a source, in symbols or points."""
-    if config.text_task != "lists":
+    if config.text_task in DOCUMENTS:
+        low, high = 1, 8 if config.text_unit == "lines" else 400
+    elif config.text_task != "lists":
         low, high = 1, 1000
     elif stream == "evaluation":
         low, high = 200, 800
@@ -137,8 +158,8 @@ def text_example(
 ) -> dict[str, Any]:
     """Example `index` of a stream, in chat form: a pure function of the arguments.
 
-    length: of the source, in symbols or points; None: drawn, uniform between the config's bounds. An example of a given
-    length is the one that comes where that length is drawn.
+    length: of the source, in symbols, points, lines or characters; None: drawn, uniform between the config's bounds. An
+    example of a given length is the one that comes where that length is drawn.
     """
     lists, evaluation = config.text_task == "lists", stream == "evaluation"
     low, high = length_bounds(config, stream)
@@ -148,12 +169,19 @@ def text_example(
     keys = (seed, STREAMS[stream], -1, TEXT_TASKS.index(config.text_task), index)  # the token level has no step -1
     n = length or int(random_int(low, high, *keys, 3)[0])
     keys = (*keys, n)
-    templates = LIST_TEMPLATES if lists else STRING_TEMPLATES
+    passages = config.text_task in DOCUMENTS
+    templates = LIST_TEMPLATES if lists else DOCUMENT_TEMPLATES if passages else STRING_TEMPLATES
     kinds = ["own-line" if t.endswith("\n{}") else "first" if t.startswith("{}") else "mid-sentence" for t in templates]
     eligible = [i for i, kind in enumerate(kinds) if config.template_kind in ("all", kind)]
     which = eligible[int(random_int(0, len(eligible) - 1, *keys, 4)[0])]
     if lists:
         source, about = data_points(n, 10 if evaluation else 8, keys)
+    elif passages:
+        content = CONTENTS[int(random_int(0, len(CONTENTS) - 1, *keys, 5)[0])]
+        content = content if config.text_task == "documents" else config.text_task
+        number = int(random_bits(*keys, 6)[0])
+        source = passage(content, n, config.text_unit, number, stream, config.text_source)
+        about = {"content": content, "unit": config.text_unit}
     else:
         symbols, drawn = config.symbols, strings(config.text_task, n, keys, config.text_repeat_p)
         if stream != "evaluation" and random_unit(*keys, 8) < config.text_noise:
@@ -281,9 +309,12 @@ def check_lengths(config: TextCopyConfig, encode: Callable[[list], Chat], longes
     high, tokens = length_bounds(config, "train")[1], 0
     for example in text_examples(config, 200, 0, "train", high):  # with so many, every template comes
         messages, source = example["messages"], example["source"]
+        most = source
         if config.text_task == "lists":  # no number has more characters
             most = ", ".join(["-3.50"] * high)
-            messages = [message | {"content": message["content"].replace(source, most)} for message in messages]
+        elif config.text_task in DOCUMENTS:  # no line has more bytes
+            most = "\n".join(["x " * (LONGEST_LINE // 2)] * high) if config.text_unit == "lines" else "\u20ac" * high
+        messages = [message | {"content": message["content"].replace(source, most)} for message in messages]
         tokens = max(tokens, len(encode(messages)[0]) - 1)
     if tokens > longest:
         hint = f"give a smaller --text_max_length, or --block_size={tokens}"
@@ -311,6 +342,9 @@ def chat_source(
 
     counts = {f"{stream} chats": len(some) for stream, some in records.items()}
     digests = {f"{stream} file": hashlib.sha256(Path(files[stream]).read_bytes()).hexdigest() for stream in records}
+    if config.text_task in DOCUMENTS and len(records) < len(files):
+        texts = json.dumps(list(read_texts(config.text_source, config.text_unit).values()))
+        digests["text_source"] = hashlib.sha256(texts.encode()).hexdigest()
     return chat, counts, digests
 
 
@@ -349,6 +383,25 @@ def score(record: dict[str, Any], answer: str) -> Score:
     reason = "form" if got is None else "value" if False in same else lengths
     first_error = [*same, False].index(False) if reason else None
     return Score(not reason, reason, sum(same), len(wanted), first_error)
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Levenshtein's: the fewest characters to put in, take out or replace that make b of a."""
+    at, letters = np.arange(len(b) + 1), np.array([ord(c) for c in b], np.int64)
+    row = at  # from the first i characters of a to each beginning of b
+    for i, letter in enumerate(map(ord, a), 1):
+        row = np.append(i, np.minimum(row[:-1] + (letters != letter), row[1:] + 1))
+        row = np.minimum.accumulate(row - at) + at  # characters of b that are put in
+    return int(row[-1])
+
+
+def passage_scores(record: dict[str, Any], answer: str) -> tuple[float, float]:
+    """Of a passage: the share of its lines that are right at their place in the answer, and how similar both are,
+    1 - edit distance / length of the longer one. Outer white space is free."""
+    truth, answer = record["messages"][-1]["content"].strip(), answer.strip()
+    lines, found = truth.split("\n"), answer.split("\n")
+    right = sum(a == b for a, b in zip(lines, found, strict=False))
+    return right / len(lines), 1 - edit_distance(truth, answer) / max(len(truth), len(answer))
 
 
 @dataclass

@@ -5,6 +5,7 @@
     torchrun --nproc_per_node=2 eval.py ...                            # strings shared out; the same numbers
     python eval.py --runs=out/finetuned --tasks=imbalanced,lists --lengths=64,256     # copies in text, by template kind
     python eval.py --runs=out/pretrain/rope,out/pretrain/2d-rope --val_data=data/fineweb-edu   # losses.json, .png
+    python eval.py --runs=out/finetuned --tasks=imbalanced --val_data=data/fineweb-edu     # both; losses before, after
 
 Writes accuracy.json, a row for each run, task and length, and accuracy.png to out_dir, and prints a table.
 
@@ -17,7 +18,7 @@ free_running=True decodes for real.
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -31,6 +32,7 @@ import checkpoint
 import configurator
 import data_copy
 import data_text
+import hf
 import plots
 from checkpoint import rank_and_world
 from data_copy import IGNORE, SEPARATORS
@@ -51,8 +53,9 @@ class EvalConfig:
     checkpoint: Literal["last", "best"] = "last"  # which of a run directory's
     tasks: tuple[str, ...] = ("imbalanced", "recursive-flip", "uniform")  # strings to copy
     kinds: tuple[str, ...] = data_text.KINDS  # in text: where in the prompt the string stands
-    lengths: tuple[int | str, ...] = (20, 320)  # tokens in a string, symbols or points in text; or intervals, 26-50
+    lengths: tuple[int | str, ...] = (20, 320)  # tokens; in text symbols, points, lines; or intervals, 26-50
     samples: tuple[int, ...] = (20,)  # strings for each task and length; one number for all lengths, or one for each
+    text_source: tuple[str, ...] = ()  # files and folders to cut passages from; none: those of training
     eval_seed: int = 0  # of the strings
     repeat_p: tuple[float, ...] = (0.9,)  # repeat-structure: shares of a base's repetitions to keep, each in turn
     # Leave out lengths behind one with a wrong copy (failure), or without a right one (zero).
@@ -65,7 +68,7 @@ class EvalConfig:
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first of these that there is
     out_dir: str = "out/eval"  # accuracy.json and accuracy.png go here
     plot: bool = True  # draw accuracy.png
-    val_data: str = ""  # shards to measure text models' loss on, instead of copying
+    val_data: str = ""  # shards to measure text models' loss on, instead of copying; with tasks given, beside it
     windows: int = 256  # sequences of val_data
     tokenizer: str | None = None  # where the runs' tokenizer is now; None: where it was in training
 
@@ -95,6 +98,8 @@ class Verdict(NamedTuple):
     first_error: int | None  # position of the first
     margin: float  # smallest lead of the right token's logit over the best other one; negative where it is wrong
     weakest: int | None = None  # position of that lead; None where there are no logits
+    lines: float | None = None  # of passages that were decoded: share of lines that are right
+    similarity: float | None = None  # and 1 - edit distance / length
 
 
 class Cell(NamedTuple):
@@ -112,11 +117,7 @@ def teacher_forced(
     model: Decoder, sources: Sequence[np.ndarray], separator: int, chunk: int = 1024, task: str = ""
 ) -> list[Verdict]:
     """Verdicts on strings of any lengths, by one forward in chunks. ValueError beyond the model's block_size."""
-    lengths = np.array([len(source) for source in sources])
-    padded = np.zeros((len(sources), lengths.max()), np.int64)
-    for row, source in zip(padded, sources, strict=True):
-        row[: len(source)] = source
-    return judge(model, *data_copy.pack(padded, lengths, separator, task), chunk)
+    return judge(model, *data_copy.pack(sources, [len(source) for source in sources], separator, task), chunk)
 
 
 def judge(model: Decoder, inputs: np.ndarray, targets: np.ndarray, chunk: int) -> list[Verdict]:
@@ -144,13 +145,10 @@ def free_running(
     model: Decoder, sources: Sequence[np.ndarray], separator: int, chunk: int = 1024, task: str = ""
 ) -> list[Verdict]:
     """Verdicts by greedy decoding, n + 1 tokens for a string of n; margin is nan. ValueError as above."""
-    prompts, answers = [], []
-    for source in sources:
-        tokens, targets = data_copy.pack(source[None], np.array([len(source)]), separator, task)
-        prompts.append(tokens[0, : len(source) + 5].tolist())
-        answers.append(torch.from_numpy(targets[targets != IGNORE]))
+    samples = [data_copy.lay_out(source, separator, task) for source in sources]
+    prompts, answers = [prompt.tolist() for prompt, _ in samples], [torch.from_numpy(answer) for _, answer in samples]
     longest = max(map(len, answers))
-    model.check_length(2 * longest + 3)
+    model.check_length(max(map(len, prompts)) + longest - 1)
     written = torch.stack([t.cpu() for t in generate(model, prompts, longest, chunk=chunk)], dim=1)  # (B, longest)
     return [verdict(out[: len(answer)] != answer) for out, answer in zip(written, answers, strict=True)]
 
@@ -170,10 +168,13 @@ def judge_text(model: Decoder, tokenizer: Tokenizer, records: Sequence[dict], fr
     for record, (ids, loss_mask), row in zip(records, chats, written.tolist(), strict=True):
         end = int(ids[loss_mask][-1])
         ended = end in row
-        score = data_text.score(record, tokenizer.decode(row[: row.index(end)] if ended else row))
+        answer = tokenizer.decode(row[: row.index(end)] if ended else row)
+        score = data_text.score(record, answer)
         first = score.first_error if not score.correct else None if ended else score.total
         errors = score.total - score.right + (not ended or score.reason in ("form", "too long"))
-        verdicts.append(Verdict(score.total + 1, errors, first, math.nan))
+        passage = record["metadata"]["task"] in data_text.DOCUMENTS
+        extra = data_text.passage_scores(record, answer) if passage else (None, None)
+        verdicts.append(Verdict(score.total + 1, errors, first, math.nan, None, *extra))
     return verdicts
 
 
@@ -189,9 +190,10 @@ def examples_of(run: str, trained: dict, cell: Cell, config: EvalConfig) -> tupl
     if cell.kind is None:
         bounds = cell.low, cell.high, cell.samples, config.eval_seed, cell.repeat_p
         sources = data_copy.evaluation_strings(cell.task, *bounds)
-        return sources, [2 * len(source) + 5 for source in sources]
+        return sources, [sum(map(len, data_copy.lay_out(source, task=cell.task))) - 1 for source in sources]
     tokenizer = tokenizer_of(run, trained, config.tokenizer)
     text = TextCopyConfig(cell.task, tuple(trained["symbols"]), cell.kind, cell.low, cell.high, cell.repeat_p)
+    text.text_unit, text.text_source = trained["text_unit"], config.text_source or tuple(trained["text_source"])
     chats = list(data_text.text_examples(text, cell.samples, config.eval_seed, "evaluation"))
     return chats, [len(tokenizer.chat(chat["messages"])[0]) - 1 for chat in chats]
 
@@ -236,6 +238,7 @@ def row_of(cell: Cell, mode: str, results: Sequence[Verdict]) -> dict:
     hits, n = sum(v.errors == 0 for v in results), len(results)
     low, high = plots.wilson(hits, n)
     decoded = mode == "free-running"  # without logits
+    passages = [v for v in results if v.similarity is not None]
     return {
         "task": cell.task,
         "kind": cell.kind,
@@ -250,6 +253,8 @@ def row_of(cell: Cell, mode: str, results: Sequence[Verdict]) -> dict:
         "token_error": sum(v.errors for v in results) / sum(v.targets for v in results),
         "only_closing_wrong": sum(v.first_error == v.targets - 1 for v in results) / n,
         "first_errors": [v.first_error for v in results],
+        "lines_right": sum(v.lines for v in passages) / n if passages else None,
+        "similarity": sum(v.similarity for v in passages) / n if passages else None,
         "margin": None if decoded else min(v.margin for v in results),
         "margins": None if decoded else [[v.margin, v.weakest] for v in results],  # of each string, and where
     }
@@ -259,7 +264,8 @@ def longest_trained(trained: dict) -> int:
     """Tokens, symbols or points of the longest string in training."""
     if trained["task"] != "finetune":
         return trained["max_length"]
-    text = TextCopyConfig(text_task=trained["text_task"], text_max_length=trained["text_max_length"])
+    names = ("text_task", "text_max_length", "text_unit")
+    text = TextCopyConfig(**{name: trained[name] for name in names})
     return data_text.length_bounds(text, "train")[1]
 
 
@@ -284,7 +290,8 @@ def cells_of(run: str, model: Decoder, trained: dict, config: EvalConfig) -> lis
                 lines.append([Cell(task, kind, p, *b, n) for b, n in zip(lengths, samples, strict=True)])
     for line in lines:
         for cell in line:
-            model.check_length(max(examples_of(run, trained, cell, config)[1]) if in_text else 2 * cell.high + 5)
+            longest = data_copy.longest(cell.task, cell.high)
+            model.check_length(max(examples_of(run, trained, cell, config)[1]) if in_text else longest)
     return lines
 
 
@@ -321,13 +328,19 @@ def copy_accuracy(config: EvalConfig) -> list[dict]:
     return rows
 
 
-def text_losses(config: EvalConfig) -> list[dict]:
-    """The report on text: for each run, the loss on the first windows of val_data's own fixed order."""
+def text_losses(config: EvalConfig, with_starts: bool = False) -> list[dict]:
+    """The report on text: for each run, the loss on the first windows of val_data's own fixed order. with_starts: for
+    the weights that a run was finetuned from, too, as its step 0."""
     rank, world = rank_and_world()
     device, work, rows = checkpoint.pick_device(config.device), [], []
     for run, model, trained in load_runs(config, device):  # all are checked first
         tokenizer = tokenizer_of(run, trained, config.tokenizer)
         corpus = open_corpus(config.val_data, tokenizer.fingerprint, model.config.block_size)
+        start = trained["init_from"] if with_starts else ""
+        if start and start not in [other for other, *_ in work]:
+            before = hf.load_start(start, {})[0].to(device).eval()
+            was = trained | {"steps_done": 0, "pos_encoding": before.config.pos_encoding}
+            work.append((start, before, was, tokenizer, corpus))
         work.append((run, model, trained, tokenizer, corpus))
     for run, model, trained, tokenizer, corpus in work:
         sizes = torch.tensor([len(piece) for piece in tokenizer.token_bytes], device=device)
@@ -355,37 +368,44 @@ def text_losses(config: EvalConfig) -> list[dict]:
     return rows
 
 
-def unused_knobs(config: EvalConfig) -> dict[str, str]:
-    """Knobs that do nothing in this evaluation, and what they are for."""
-    if config.val_data:
+def unused_knobs(config: EvalConfig, copies: bool) -> dict[str, str]:
+    """Knobs that do nothing in this evaluation, which is of copies or not, and what they are for."""
+    if not copies:
         names = "tasks kinds lengths samples eval_seed repeat_p stop free_running chunk batch_tokens".split()
         return dict.fromkeys(names, "copies, not for the loss on val_data")
-    unused = {"windows": "val_data"}
+    unused = {} if config.val_data else {"windows": "val_data"}
+    if not set(config.tasks) & set(data_text.DOCUMENTS):
+        unused["text_source"] = "passages (tasks=documents, prose, ...)"
     if "repeat-structure" not in config.tasks:
         unused["repeat_p"] = "tasks=repeat-structure"
     return unused
 
 
+def report(config: EvalConfig, name: str, rows: list[dict], table: Callable, plot: Callable) -> None:
+    """Writes and prints the rows, on rank 0."""
+    if rank_and_world()[0] == 0:
+        path = Path(config.out_dir) / f"{name}.json"
+        configurator.write_json(path, rows)
+        print(f"{table(rows)}\nrows: {path}")
+        if config.plot:
+            plot(rows, path.with_suffix(".png"))
+            print(f"plot: {path.with_suffix('.png')}")
+
+
 def main() -> None:
     given: dict[str, str] = {}
     config = configurator.configure(EvalConfig, doc=__doc__, given=given)
-    configurator.check_used(given, unused_knobs(config), config)
+    copies = not config.val_data or "tasks" in given
+    configurator.check_used(given, unused_knobs(config, copies), config)
     if config.plot:
         plots.pyplot()  # what is missing is noticed before the work
     if "RANK" in os.environ:  # torchrun
         dist.init_process_group("gloo")
     try:
-        rows = text_losses(config) if config.val_data else copy_accuracy(config)
-        if rank_and_world()[0] == 0:
-            name = "losses" if config.val_data else "accuracy"
-            path = Path(config.out_dir) / f"{name}.json"
-            configurator.write_json(path, rows)
-            print(plots.loss_table(rows) if config.val_data else plots.table(rows))
-            print(f"rows: {path}")
-            if config.plot:
-                draw = plots.plot_losses if config.val_data else plots.plot
-                draw(rows, path.with_suffix(".png"))
-                print(f"plot: {path.with_suffix('.png')}")
+        if copies:
+            report(config, "accuracy", copy_accuracy(config), plots.table, plots.plot)
+        if config.val_data:
+            report(config, "losses", text_losses(config, with_starts=copies), plots.loss_table, plots.plot_losses)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -11,8 +11,7 @@ one matrix.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,14 +51,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise RuntimeError(f"{path}: damaged, expected a JSON object: fetch it again ({error})") from error
 
 
-def read_ours(path: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """ModelConfig's values in a config.json of `save`."""
-    names = asdict(ModelConfig())
-    if missing := names.keys() - found.keys():
-        raise RuntimeError(f"{path}: no {', '.join(sorted(missing))} in it: put that back, or export the model again")
-    return {name: found[name] for name in names}
-
-
 def read_qwen3(path: Path, found: dict[str, Any]) -> dict[str, Any]:
     """ModelConfig's values in a config.json of Qwen3, of the old style or the new. ValueError for what Decoder cannot
     express."""
@@ -80,7 +71,9 @@ def read_qwen3(path: Path, found: dict[str, Any]) -> dict[str, Any]:
     values = {**QWEN3, "pos_encoding": "rope", "rope_theta": float(theta), "norm_eps": found["rms_norm_eps"]}
     values["tie_weights"] = found.get("tie_word_embeddings", False)
     for name, key in SIZES.items():
-        values[name] = found.get(key)
+        if not isinstance(found.get(key), int):
+            raise ValueError(f"{path}: {key}={found.get(key)!r}: expected a whole number")
+        values[name] = found[key]
     return values
 
 
@@ -116,33 +109,26 @@ def tensors(model: Decoder) -> dict[str, Tensor]:
     return {name: part.detach() for name, part in found.items()}
 
 
-def read_weights(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
-    """File, name and value of each tensor: in model.safetensors, or in the shards that its index names.
-    FileNotFoundError for a missing file, RuntimeError for a damaged one."""
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors in model.safetensors, or in the shards that its index names. FileNotFoundError for a missing file,
+    RuntimeError for a damaged one."""
     safetensors, files, index = import_safetensors(), [folder / "model.safetensors"], "model.safetensors.index.json"
     if not files[0].is_file() and (folder / index).is_file():
         shards = dict(read_json(folder / index).get("weight_map") or {}).values()
         files = [folder / shard for shard in sorted(set(shards))]
+    found = {}
     for path in files:
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; weights are read from safetensors, whole or sharded")
         try:
-            with safetensors.safe_open(path, "pt") as file:
-                for name in file.keys():
-                    yield path, name, file.get_tensor(name)
+            found |= safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
             raise RuntimeError(f"{path}: damaged, or not safetensors: fetch it again ({error})") from error
+    return found
 
 
-def read_breaks(folder: Path, vocab_size: int) -> Tensor:
-    """rope2d.break_table of the folder, zeros without tokenizer.json. RuntimeError for too many tokens in it."""
-    if not (folder / "tokenizer.json").exists():
-        return rope2d.break_table([], vocab_size)
-    token_bytes = load_tokenizer(str(folder)).token_bytes
-    if len(token_bytes) > vocab_size:
-        given = f"{len(token_bytes)} tokens, but config.json has vocab_size={vocab_size}"
-        raise RuntimeError(f"{folder / 'tokenizer.json'}: {given}: put the model's own there")
-    return rope2d.break_table(token_bytes, vocab_size)
+def form(part: Tensor) -> str:
+    return f"{list(part.shape)} {'real' if part.is_floating_point() else 'whole'} numbers"
 
 
 def load(folder: str | Path, device: str | torch.device = "cpu", **changes) -> Decoder:
@@ -157,47 +143,39 @@ def load(folder: str | Path, device: str | torch.device = "cpu", **changes) -> D
     path = folder / "config.json"
     facts = read_json(path)
     ours = facts.get("model_type") == "nano2d"
-    values = read_ours(path, facts) if ours else read_qwen3(path, facts)
-    for name, key in SIZES.items():
-        nullable = name in ("n_kv_head", "head_dim")
-        if not isinstance(values[name], int) and not (nullable and values[name] is None):
-            raise RuntimeError(f"{path}: {name if ours else key}={values[name]!r}: expected a whole number")
-    for name in {*SIZES, "tie_weights", "qk_norm"} - {"block_size"}:
-        if name in changes and changes[name] != values[name]:
-            raise ValueError(f"{name}={changes[name]!r}: the weights in {folder} have {name}={values[name]!r}")
-    config = ModelConfig(**{**values, **changes})
-    breaks = rope2d.break_table([], config.vocab_size) if ours else read_breaks(folder, config.vocab_size)
-    model = Decoder(config, breaks)
+    trained = configurator.build(ModelConfig, facts if ours else read_qwen3(path, facts), str(path))
+    config = replace(trained, **changes)
+    for name in changes.keys() & {*SIZES, "tie_weights", "qk_norm"} - {"block_size"}:
+        own = getattr(trained, name)
+        if changes[name] != own:
+            raise ValueError(f"{name}={changes[name]!r}: the weights in {folder} have {name}={own!r}")
+    has_tokenizer = (folder / "tokenizer.json").exists()
+    token_bytes = load_tokenizer(str(folder)).token_bytes if has_tokenizer and not ours else []
+    if len(token_bytes) > config.vocab_size:
+        sizes = f"{len(token_bytes)} tokens, but config.json has vocab_size={config.vocab_size}"
+        raise RuntimeError(f"{folder / 'tokenizer.json'}: {sizes}: put the model's own there")
+    model = Decoder(config, rope2d.break_table(token_bytes, config.vocab_size))
 
     def starts_anew(name: str) -> bool:
         if "rotary." in name:
             return not ours or bool(checkpoint.FREQUENCIES & changes.keys())
-        return name.endswith("log_n_scale") and values["logit_scale"] == "none" or name == "model.breaks" and not ours
+        return name.endswith("log_n_scale") and trained.logit_scale == "none" or name == "model.breaks" and not ours
 
-    left = {name: home for name, home in tensors(model).items() if not starts_anew(name)}
-    head = left.setdefault("lm_head.weight", torch.empty_like(model.embed.weight))  # Qwen3-0.6B has it although tied
-    for file, name, found in read_weights(folder):
-        if starts_anew(name):
-            continue
-        if name not in left:
-            raise RuntimeError(f"{file}: {name} is surplus, or there twice: config.json asks for no such")
-        home = left.pop(name)
-        if home.shape != found.shape or home.is_floating_point() != found.is_floating_point():
-            expected = f"{'real' if home.is_floating_point() else 'whole'} numbers, {list(home.shape)}"
-            raise RuntimeError(f"{file}: {name} is {found.dtype} {list(found.shape)}: expected {expected}")
-        if name.endswith(".phase") and config.freqs == "geometric" and ((home - found).abs() > 2**32).any():  # rounding
-            hint = "put the weights' own there, or give `load` another"
-            raise RuntimeError(f"{path}: rope_theta={config.rope_theta} is not that of {file}: {hint}")
-        home.copy_(found)
-    if config.tie_weights and left.pop("lm_head.weight", None) is None and not torch.equal(head, model.embed.weight):
+    homes = {name: home for name, home in tensors(model).items() if not starts_anew(name)}
+    found = {name: part for name, part in read_weights(folder).items() if not starts_anew(name)}
+    head = found.pop("lm_head.weight", None) if config.tie_weights else None  # Qwen3-0.6B has it although tied
+    there, here = ({name: form(part) for name, part in side.items()} for side in (found, homes))
+    if lines := configurator.diff(there, here):
+        raise RuntimeError(f"{folder}: other weights than config.json asks for: {'; '.join(lines[:3])}")
+    for name, home in homes.items():
+        home.copy_(found[name])
+    if head is not None and not torch.equal(head, found["model.embed_tokens.weight"]):
         raise RuntimeError(f"{folder}: lm_head.weight differs from the embedding, but config.json says they are tied")
-    if left:
-        raise RuntimeError(f"{folder}: no tensor {', '.join(left)} in its weights: fetch them again")
     if rope2d.knows_units(config.pos_encoding) and not model.breaks.any():
         hint = f"put the model's own {folder / 'tokenizer.json'}"
         raise ValueError(f"pos_encoding={config.pos_encoding!r} needs to know line breaks: {hint}")
-    if "tokenizer_fingerprint" in facts and (folder / "tokenizer.json").exists():
-        if lines := configurator.diff(facts["tokenizer_fingerprint"], fingerprint(folder)):
+    if "tokenizer_fingerprint" in facts and has_tokenizer:
+        if lines := configurator.diff(facts["tokenizer_fingerprint"], load_tokenizer(str(folder)).fingerprint):
             raise RuntimeError(f"{folder}: tokenizer.json is not the model's: {'; '.join(lines)}: put its own there")
     return model.to(device)
 
@@ -207,14 +185,9 @@ def load_start(path: str, changes: dict[str, Any]) -> tuple[Decoder, dict]:
     and the fingerprint of its tokenizer or vocabulary."""
     folder = Path(path)
     if (folder / "config.json").exists():
-        return load(folder, **changes), {"tokenizer": fingerprint(folder)}
+        return load(folder, **changes), {"tokenizer": load_tokenizer(path).fingerprint}
     saved = checkpoint.read(folder / "last.pt" if folder.is_dir() else folder)
     return checkpoint.load_model(saved, **changes), saved["data"]
-
-
-def fingerprint(folder: str | Path) -> dict[str, Any]:
-    """Of the folder's tokenizer: see Tokenizer. Raises as load_tokenizer."""
-    return load_tokenizer(str(folder)).fingerprint
 
 
 def save(model: Decoder, tokenizer: str | list[str] | None, folder: str | Path) -> None:
@@ -242,7 +215,7 @@ def save(model: Decoder, tokenizer: str | list[str] | None, folder: str | Path) 
     config = config_json(model, qwen3)
     if isinstance(tokenizer, str):
         load_tokenizer.cache_clear()  # it may know the tokenizer that was here before
-        config["tokenizer_fingerprint"] = fingerprint(folder)
+        config["tokenizer_fingerprint"] = load_tokenizer(str(folder)).fingerprint
     configurator.write_json(folder / "config.json", config)
 
 

@@ -84,7 +84,7 @@ def pyplot():
 def plot(rows: Sequence[dict], path: Path) -> None:
     """Exact match against length with Wilson intervals, and below it the smallest margin: how far a model is from
     failing. One panel a task (or what rows name as their `panel`), one line an encoding; seeds and template kinds are
-    pooled. Rows of several repeat_p: against that, one panel a length. Rows with `left_out` have no interval."""
+    pooled. Rows of several repeat_p: against that, one panel a length."""
     over_p = len({row.get("repeat_p") for row in rows} - {None}) > 1
     if over_p:
         rows = [row for row in rows if row.get("repeat_p") is not None]
@@ -128,8 +128,6 @@ def draw_curve(column: Sequence, rows: Sequence[dict], over_p: bool, shift: floa
         here = [row for row in rows if row[x_name] == value]
         hits, n = sum(map(hits_of, here)), sum(row["samples"] for row in here)
         low, high = wilson(hits, n)
-        if all(row.get("left_out") for row in here):
-            low, high = math.nan, math.nan
         x.append(value + 0.002 * shift if over_p else value * 1.04**shift)
         shares.append(hits / n)
         below.append(max(hits / n - low, 0))  # rounding may leave -1e-17

@@ -28,7 +28,7 @@ class Task(NamedTuple):
 
 
 def copy_task(config: CopyConfig, batch_size: int, seed: int, block_size: int, vocab_size: int | None) -> Task:
-    longest = 2 * config.max_length + 5
+    longest = data_copy.longest(config.copy_task, config.max_length)
     if longest > block_size:
         given = f"max_length={config.max_length} makes sequences of {longest} tokens"
         raise ValueError(f"{given}, block_size={block_size} is too short: give --block_size={longest}")

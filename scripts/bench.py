@@ -1,27 +1,21 @@
 """Benchmarks: ours beside its peers, in one process and in turn, so that what else the machine does hits all alike.
 
     python -m scripts.bench rotary --shape=8,2048,16,8,128 --dtype=bfloat16    # q and k, forward and backward
-    python -m scripts.bench scan --rows=8 --tokens=2048       # Auto-2D's affine scan, forward and backward
     python -m scripts.bench loss --repeats=3                  # output layer and loss: time and memory
     python -m scripts.bench train_step --repeats=20           # forward, backward, AdamW: RoPE, 2D-RoPE, Hugging Face
     python -m scripts.bench generate --rows=1 --tokens=200 --layers=4 --width=128 --repeats=5  # greedy, over a KV cache
     python -m scripts.bench copy_eval --repeats=3             # verdicts on long copies, beside transformers' generate
-    python -m scripts.bench tokenize --repeats=3              # documents to shards, beside tiktoken and datasets.map
     python -m scripts.bench rotary --help                     # all knobs
 
 `x` is a variant's time over the first variant's in the same round, the median of all rounds. On a CPU `ours` and
-`plain torch` of `rotary` and `scan` are the same code: their difference is the noise. OMP_NUM_THREADS sets the threads.
+`plain torch` of `rotary` are the same code: their difference is the noise. OMP_NUM_THREADS sets the threads.
 A new benchmark is a function of BenchConfig and knobs of its own that returns rows, entered in BENCHMARKS.
 """
 
 import functools
-import importlib
-import json
-import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,14 +32,12 @@ from torch.autograd import grad
 
 import configurator
 import data_copy
-import data_dclm
 import hf
 import rope2d
 import sample
 from checkpoint import pick_device
 from eval import Verdict, free_running, teacher_forced, verdict
 from model import IGNORE, LOGITS_PER_CHUNK, ChunkedLoss, Decoder, ModelConfig
-from tokenizer import load_tokenizer
 
 
 @dataclass
@@ -64,14 +56,6 @@ class RotaryConfig:
 
     shape: tuple[int, int, int, int, int] = (4, 1024, 8, 8, 64)  # B, T, H, Hkv, D
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of q and k
-
-
-@dataclass
-class ScanConfig:
-    """scan"""
-
-    rows: int = 8  # sequences side by side
-    tokens: int = 2048  # in each
 
 
 @dataclass
@@ -100,15 +84,6 @@ class CopyEvalConfig:
     """copy_eval"""
 
     length: int = 2560  # tokens in each of two strings, one after the other
-
-
-@dataclass
-class TokenizeConfig:
-    """tokenize"""
-
-    megabytes: int = 200  # of text, Python's own modules over and over, each document with a line of its own
-    tokenizer: str = "llama3"  # llama3, bytes, a tiktoken encoding's name, or a path of Llama-3's tokenizer.model
-    processes: int = os.cpu_count() or 1  # of ours and of datasets.map
 
 
 def race(variants: dict[str, Callable], bench: BenchConfig, facts: Callable[..., dict] | None = None) -> list[dict]:
@@ -185,7 +160,7 @@ def rotary(bench: BenchConfig, knobs: RotaryConfig) -> list[dict]:
     q, k, _ = torch.randn(B, T, H + 2 * Hkv, D, **like).split([H, Hkv, Hkv], dim=2)  # views, as model.py has them
     own = [q.requires_grad_(), k.requires_grad_()]
     grads = [torch.randn(B, T, H, D, **like), torch.randn(B, T, Hkv, D, **like)]
-    # Peers: q and k apart, (B, H, T, D) as views of what a projection returns; tables for whole heads, in their dtype.
+    # Theirs: q and k apart, (B, H, T, D) as views of what a projection returns; tables for whole heads, in their dtype.
     theirs = [x.detach().clone().transpose(1, 2).requires_grad_() for x in own]
     their_grads = [x.transpose(1, 2) for x in grads]
     tables = [torch.cat([table, table], dim=-1).to(q.dtype) for table in (cos, sin)]
@@ -193,38 +168,18 @@ def rotary(bench: BenchConfig, knobs: RotaryConfig) -> list[dict]:
     def plain(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rope2d.rotate(q, cos, sin), rope2d.rotate(k, cos, sin)
 
-    def peer(module: str, name: str) -> tuple[Tensor, ...]:
-        rotate = getattr(importlib.import_module(module), name)
-        return grad(rotate(*theirs, *tables), theirs, their_grads)
+    def hugging_face() -> tuple[Tensor, ...]:
+        from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+        return grad(apply_rotary_pos_emb(*theirs, *tables), theirs, their_grads)
 
     compiled = torch.compile(plain, fullgraph=True)
     variants = {
         "ours": lambda: grad(rope2d.rotate_qk(q, k, cos, sin), own, grads),
         "plain torch": lambda: grad(plain(q, k), own, grads),
         "torch.compile": lambda: grad(compiled(q, k), own, grads),
-        "hugging face": lambda: peer("transformers.models.qwen3.modeling_qwen3", "apply_rotary_pos_emb"),
+        "hugging face": hugging_face,
         "copy": lambda: grad([x * 1 for x in own], own, grads),  # as many bytes are read and written: the bound
-    }
-    if bench.device == "cuda":
-        variants["liger"] = lambda: peer("liger_kernel.transformers.rope", "liger_rotary_pos_emb")
-    return race(variants, bench)
-
-
-def scan(bench: BenchConfig, knobs: ScanConfig) -> list[dict]:
-    dtype = torch.float32 if bench.device == "mps" else torch.float64  # as rope2d.AutoGrid has it
-    draws = torch.rand(3, knobs.rows, knobs.tokens + 1, device=bench.device, dtype=dtype)
-    a, b, start = inputs = [x.requires_grad_() for x in (draws[0, :, 1:], draws[1, :, 1:], draws[1, :, 0])]
-
-    def loop() -> Tensor:
-        h = [start]
-        for a_t, b_t in zip(a.unbind(-1), b.unbind(-1), strict=True):
-            h.append(a_t * h[-1] + b_t)
-        return torch.stack(h, dim=-1)
-
-    variants = {
-        "ours": lambda: grad(rope2d.scan(a, b, start), inputs, draws[2]),
-        "plain torch": lambda: grad(rope2d.AffineScan.apply(a, b, start), inputs, draws[2]),
-        "loop": lambda: grad(loop(), inputs, draws[2]),
     }
     return race(variants, bench)
 
@@ -251,7 +206,8 @@ def decoder(knobs: DecoderConfig, block_size: int, encoding: str, device: str) -
     kind = {"tie_weights": True, "qk_norm": True, "zero_init_residual": False, "init_std": 0.2}
     torch.manual_seed(0)
     config = ModelConfig(pos_encoding=encoding, mlp_dim=3 * knobs.width, block_size=block_size, **sizes, **kind)
-    return Decoder(config, torch.arange(knobs.vocab_size) % 32 == 0).to(device)
+    token_bytes = [b"a" if i % 32 else b"\n" for i in range(knobs.vocab_size)]
+    return Decoder(config, rope2d.break_table(token_bytes)).to(device)
 
 
 @functools.cache
@@ -321,7 +277,8 @@ def copier(length: int, device: str) -> Decoder:
     """
     V, C, D = len(data_copy.VOCAB), 128, 128
     sizes = {"vocab_size": V, "n_embd": C, "head_dim": D, "block_size": 2 * length + 5}
-    model = Decoder(ModelConfig(pos_encoding="rope", tie_weights=True, qk_norm=True, **sizes), torch.zeros(V))
+    config = ModelConfig(pos_encoding="rope", tie_weights=True, qk_norm=True, **sizes)
+    model = Decoder(config, rope2d.break_table(data_copy.TOKEN_BYTES))
     model.embed.weight.copy_(torch.eye(V, C))  # a channel for each token
     model.embed.weight[:, V] = 1  # and one for all
     attention = model.blocks[0].attention
@@ -359,53 +316,12 @@ def copy_eval(bench: BenchConfig, knobs: CopyEvalConfig) -> list[dict]:
     return race({name: functools.partial(first_errors, judge) for name, judge in judges.items()}, bench, facts)
 
 
-def encode_batch(batch: dict[str, list], tokenizer: str) -> dict[str, list]:
-    """For datasets.map, whose processes import it."""
-    ids = load_tokenizer(tokenizer).encoding.encode_ordinary_batch(batch["text"], num_threads=1)
-    return {"ids": ids, "n": [len(own) for own in ids]}
-
-
-def tokenize(bench: BenchConfig, knobs: TokenizeConfig) -> list[dict]:
-    """Each variant returns the number of tokens, ends of documents not counted."""
-    encoding = load_tokenizer(knobs.tokenizer).encoding
-    modules = [path.read_text("utf-8") for path in sorted(Path(os.__file__).parent.glob("*.py"))[:40]]  # 1 MB
-    rounds = max(1, round(1e6 * knobs.megabytes / sum(map(len, modules))))
-    texts = [f"{i}\n{module}" for i in range(rounds) for module in modules]
-
-    def ours() -> int:  # as a user runs it, the start of Python and its workers included
-        with tempfile.TemporaryDirectory() as out:
-            how = [f"--tokenizer={knobs.tokenizer}", f"--processes={knobs.processes}", "--packing=continue"]
-            command = [sys.executable, data_dclm.__file__, f"--sources={source}", f"--out_dir={out}", *how]
-            subprocess.run(command, check=True, capture_output=True)
-            return data_dclm.Corpus(out).last["tokens"] - len(texts)
-
-    def datasets_map() -> int:
-        import datasets
-
-        encode = functools.partial(encode_batch, tokenizer=knobs.tokenizer)
-        with tempfile.TemporaryDirectory() as cache:
-            data = datasets.load_dataset("json", data_files=str(source), split="train", cache_dir=cache)
-            return sum(data.map(encode, batched=True, num_proc=knobs.processes, remove_columns="text")["n"])
-
-    variants = {
-        "ours": ours,
-        "tiktoken, one thread": lambda: sum(len(encoding.encode_ordinary(text)) for text in texts),
-        "datasets.map": datasets_map,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "documents.jsonl"
-        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        return race(variants, bench, lambda own, first, median: {"tokens": own, "tokens_per_s": own / median})
-
-
 BENCHMARKS = {
     "rotary": (rotary, RotaryConfig),
-    "scan": (scan, ScanConfig),
     "loss": (loss, LossConfig),
     "train_step": (train_step, DecoderConfig),
     "generate": (generate, DecoderConfig),
     "copy_eval": (copy_eval, CopyEvalConfig),
-    "tokenize": (tokenize, TokenizeConfig),
 }
 
 
@@ -445,6 +361,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from scripts import bench  # other processes find its functions by this name
-
-    configurator.run_cli(bench.main)
+    configurator.run_cli(main)

@@ -25,12 +25,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 import configurator
-from data_text import KINDS, TEXT_TASKS, TextCopyConfig, read_jsonl, score, text_examples
+from data_text import KINDS, TextCopyConfig, read_jsonl, score, text_examples
 from plots import parse_length, plot, pyplot, table, wilson
 
-URL = r"(?i)https?://(\[[\da-f:.]+\]|[^\s/:?#@\[\]]+)(:\d{1,5})?(/[^\s?#]*)?"
-NO_ANSWER = 599  # status of replies without an answer, whatever the server says: the client repeats such requests
-REFUSED = (400, 413, 422, "context_length_exceeded", "content_filter")  # error codes that concern one prompt alone
+REFUSED, WRONG_ADDRESS = (400, 413, 422), (401, 403, 404)  # status: of one prompt alone, and of all
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what reading odd JSON raises
 
 
@@ -40,12 +38,13 @@ class EndpointConfig:
 
     endpoint: str = ""  # base URL, such as http://localhost:8000/v1
     model: str = ""  # as the endpoint calls it; for answers: what the table calls them
-    records: str = ""  # JSONL file in chat form to take prompts from, in place of the next seven knobs
+    records: str = ""  # JSONL file in chat form to take prompts from, in place of the next eight knobs
     tasks: tuple[str, ...] = ("imbalanced", "recursive-flip", "uniform")  # strings to copy, or lists
     kinds: tuple[str, ...] = KINDS  # where in the prompt the string stands
-    lengths: tuple[int | str, ...] = (64, 256)  # symbols in a string, points in a list; or intervals, 128-256
+    lengths: tuple[int | str, ...] = (64, 256)  # symbols, points, or lines of a passage; or intervals, 128-256
     samples: tuple[int, ...] = (20,)  # strings for each task, kind and length; one number for all lengths, or one each
     symbols: tuple[str, str] = ("0", "1")  # what strings are made of; with blanks: --symbols="' a',' b'"
+    text_source: tuple[str, ...] = TextCopyConfig.text_source  # what passages of prose and code are cut from
     repeat_p: tuple[float, ...] = (0.9,)  # repeat-structure: shares of a base's repetitions to keep, a row for each
     eval_seed: int = 0  # of the strings
     answers: str = ""  # JSONL file of answers to score, in place of an endpoint
@@ -62,25 +61,23 @@ class EndpointConfig:
         self.endpoint = self.endpoint.rstrip("/").removesuffix("/chat/completions")
         if bool(self.endpoint) == bool(self.answers):
             raise ValueError(f"endpoint={self.endpoint!r}: expected either --endpoint=http://host/v1 or --answers=FILE")
-        if self.endpoint and not re.fullmatch(URL, self.endpoint):
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(f"endpoint={self.endpoint!r}: expected a URL such as http://localhost:8000/v1")
         if self.endpoint and not self.model:
             raise ValueError("model='': expected --model=NAME, as the endpoint calls it")
-        for name in ("tasks", "kinds", "lengths", "samples", "symbols", "repeat_p", "eval_seed"):
+        for name in ("tasks", "kinds", "lengths", "samples", "symbols", "text_source", "repeat_p", "eval_seed"):
             if self.records and getattr(self, name) != getattr(EndpointConfig, name):
                 raise ValueError(f"records={self.records!r}: leave out --{name}, the file's prompts stay as they are")
-        if not self.tasks or not set(self.tasks) <= set(TEXT_TASKS):
-            raise ValueError(f"tasks={self.tasks}: expected some of {', '.join(TEXT_TASKS)}")
-        if not self.kinds or not set(self.kinds) <= set(KINDS):
-            raise ValueError(f"kinds={self.kinds}: expected some of {', '.join(KINDS)}")
-        if not self.lengths or len(self.samples) not in (1, len(self.lengths)):
+        for name in ("tasks", "kinds", "lengths", "repeat_p"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}=(): expected at least one")
+        if len(self.samples) not in (1, len(self.lengths)):
             raise ValueError(f"samples={self.samples}: expected one number, or one for each of lengths={self.lengths}")
-        if any(parse_length(length)[1] > 10**6 for length in self.lengths):
-            raise ValueError(f"lengths={self.lengths}: expected at most 1,000,000")
-        if not all(1 <= n <= 10**6 for n in self.samples):
-            raise ValueError(f"samples={self.samples}: expected 1 to 1,000,000 each")
-        if not self.repeat_p or (self.repeat_p != (0.9,) and "repeat-structure" not in self.tasks):
-            raise ValueError(f"repeat_p={self.repeat_p}: expected shares, and --tasks=repeat-structure beside them")
+        longest = max(parse_length(length)[1] for length in self.lengths)
+        if not all(1 <= n <= 10**6 for n in (longest, *self.samples)):
+            raise ValueError(f"lengths={self.lengths}, samples={self.samples}: expected 1 to 1,000,000 each")
+        if self.repeat_p != (0.9,) and "repeat-structure" not in self.tasks:
+            raise ValueError(f"repeat_p={self.repeat_p}: expected --tasks=repeat-structure beside it")
         if not 0 <= self.eval_seed < 2**63:
             raise ValueError(f"eval_seed={self.eval_seed}: expected 0 to 2^63 - 1")
         for name in ("concurrency", "retries", "timeout", "max_tokens"):
@@ -106,6 +103,7 @@ def generated(config: EndpointConfig) -> list[tuple[dict, list[dict]]]:
                 for length, n in zip(config.lengths, samples, strict=True):
                     low, high = parse_length(length)
                     text = TextCopyConfig(task, config.symbols, kind, low, high, p)
+                    text.text_source = config.text_source
                     about = {"task": task, "kind": kind, "repeat_p": p if repeats else None}
                     about |= {"length": high, "min_length": low}
                     groups.append((about, list(text_examples(text, n, config.eval_seed, "evaluation"))))
@@ -113,19 +111,13 @@ def generated(config: EndpointConfig) -> list[tuple[dict, list[dict]]]:
 
 
 def from_file(path: str) -> list[tuple[dict, list[dict]]]:
-    """What each row is about and its records: a file's by task and kind in their metadata, or else by its name."""
-    found: dict[tuple, list[dict]] = {}
-    for number, record in enumerate(read_jsonl(path), 1):
-        metadata = record.get("metadata") or {}
-        task, kind = metadata.get("task") or Path(path).stem, metadata.get("kind")
+    """The same of a file of chats, which makes one row."""
+    records = read_jsonl(path)
+    for number, record in enumerate(records, 1):
         record["id"] = str(record.get("id", number))
-        found.setdefault((str(task), str(kind) if kind else None), []).append(record)
-    groups = []
-    for (task, kind), records in found.items():
-        lengths = [score(record, "").total for record in records]  # in symbols, points or characters
-        about = {"task": task, "kind": kind, "repeat_p": None, "length": max(lengths), "min_length": min(lengths)}
-        groups.append((about, records))
-    return groups
+    lengths = [score(record, "").total for record in records]  # in symbols, points or characters
+    about = {"task": Path(path).stem, "kind": None, "repeat_p": None}
+    return [(about | {"length": max(lengths), "min_length": min(lengths)}, records)]
 
 
 def request_of(config: EndpointConfig, record: dict) -> dict:
@@ -145,28 +137,27 @@ def key_of(config: EndpointConfig, record: dict) -> str:
     return hashlib.sha256(request.encode()).hexdigest()
 
 
-def read_reply(text: str) -> tuple[int, dict]:
-    """The answer in a reply of status 200, and the status that it should have: some servers put their errors there."""
+def read_reply(text: str) -> dict:
+    """The outcome of a reply of status 200, as `ask` has it."""
+    no_answer = {"failed": f"no answer in the reply: {text}"}
     try:
         reply = json.loads(text)
-        if reply.get("error"):
-            return 400 if reply["error"]["code"] in REFUSED else NO_ANSWER, {}
         choice = reply["choices"][0]
         finish_reason = choice.get("finish_reason")
         answer = choice["message"].get("content") or ""  # none where all tokens went into reasoning
         if isinstance(answer, list):  # of parts; those of other types are reasoning
             answer = "".join(part["text"] for part in answer if part["type"] == "text")
     except MALFORMED:
-        return NO_ANSWER, {}
+        return no_answer
     if finish_reason == "content_filter":
-        return 400, {}
+        return {"refused": finish_reason}
     if not isinstance(answer, str) or finish_reason in ("error", "abort"):
-        return NO_ANSWER, {}
-    return 200, {"answer": answer, "finish_reason": finish_reason, "usage": reply.get("usage")}
+        return no_answer
+    return {"answer": answer, "finish_reason": finish_reason, "usage": reply.get("usage")}
 
 
 def connect(config: EndpointConfig):
-    """An openai client, which repeats requests by itself. It follows no redirect: that would take the key elsewhere."""
+    """An openai client, which repeats requests by itself."""
     try:
         import openai
     except ImportError as error:
@@ -174,15 +165,8 @@ def connect(config: EndpointConfig):
     key = os.environ.get("OPENAI_API_KEY", "").strip() or "no-key"
     if not re.fullmatch("[!-~]+", key):
         raise ValueError("OPENAI_API_KEY: expected ASCII characters without blanks; export it again")
-
-    def mark(response):
-        response.read()
-        if response.is_success:
-            response.status_code, _ = read_reply(response.text)
-
-    http_client = openai.DefaultHttpxClient(follow_redirects=False, event_hooks={"response": [mark]})
     limits = {"max_retries": config.retries - 1, "timeout": config.timeout}
-    return openai.OpenAI(api_key=key, base_url=config.endpoint, http_client=http_client, **limits)
+    return openai.OpenAI(api_key=key, base_url=config.endpoint, **limits)
 
 
 def ask(client, config: EndpointConfig, record: dict) -> dict:
@@ -190,23 +174,25 @@ def ask(client, config: EndpointConfig, record: dict) -> dict:
     RuntimeError where the server would say the same to every prompt."""
     import openai
 
+    def short(reason: str) -> str:
+        return " ".join(reason.replace(client.api_key, "[key]").split())[:500]  # servers may quote the key
+
     body = request_of(config, record)
     create = client.chat.completions.with_raw_response.create
     try:
         reply = create(model=config.model, messages=body["messages"], extra_body=body)
-        _, answer = read_reply(reply.text)
-        return answer | {"seconds": round(reply.elapsed.total_seconds(), 3)}
+        outcome = read_reply(reply.text) | {"seconds": round(reply.elapsed.total_seconds(), 3)}
     except openai.APIConnectionError as error:  # timeouts, too
-        status, reason = 0, f"{error} {error.__cause__}"
+        outcome = {"failed": f"{error} {error.__cause__}"}
     except openai.APIStatusError as error:
-        status, text = error.status_code, error.response.text
-        reason = f"no answer in the reply: {text}" if status == NO_ANSWER else f"status {status}: {text}"
-    reason = " ".join(reason.replace(client.api_key, "[key]").split())[:500]  # servers may quote the key
-    if status in REFUSED:
-        return {"refused": reason}
-    if status in (401, 403, 404):
-        raise RuntimeError(f"{config.endpoint}: {reason}; check --endpoint, --model and OPENAI_API_KEY")
-    return {"failed": reason}
+        reason = f"status {error.status_code}: {error.response.text}"
+        if error.status_code in WRONG_ADDRESS:
+            hint = "check --endpoint, --model and OPENAI_API_KEY"
+            raise RuntimeError(f"{config.endpoint}: {short(reason)}; {hint}") from error
+        outcome = {"refused" if error.status_code in REFUSED else "failed": reason}
+    for name in outcome.keys() & {"refused", "failed"}:
+        outcome[name] = short(outcome[name])
+    return outcome
 
 
 def read_answers(path: Path, name: str) -> dict[str, dict]:

@@ -4,7 +4,6 @@ python -m scripts.local_text --out_dir=data/text
 python data_dclm.py --sources=data/text/train.jsonl.zst --tokenizer=bytes --out_dir=data/toy
 """
 
-import hashlib
 import importlib.metadata
 import json
 import pydoc_data.topics
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import configurator
 from documents import need
+from passages import stream_of
 
 
 @dataclass
@@ -55,7 +55,7 @@ def write_local_text(folder: str | Path) -> None:
             "warcinfo": "",
             "fasttext_openhermes_reddit_eli5_vs_rw_v2_bigram_200k_train_prob": 0.0,
         }
-        name = "val" if hashlib.sha256(url.encode()).digest()[0] < 26 else "train"
+        name = "val" if stream_of(url) == "evaluation" else "train"
         lines[name].append(json.dumps(document).encode() + b"\n")
     for name, documents in lines.items():
         with configurator.atomic(Path(folder) / f"{name}.jsonl.zst") as file:

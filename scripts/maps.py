@@ -4,8 +4,8 @@
     python -m scripts.maps --runs=out/toy_copy/2d-rope --length=5120 --queries=5600,5640 --keys=480,520   # a window
 
 Writes attention.png (paper, figures 3 and 8); of several layers layers.png, which of them copies; and, where the layer
-has a grid, grid.png: the tokens at their row and column. A learned grid is printed as well, as the gate A of each
-token. Nothing of size T x T is made, but by layers.png, n x n for a string of n.
+has a grid, grid.png: the tokens at their row and column. Where the grid is learned, the gate A
+stands below each token. Nothing of size T x T is made, but by layers.png, n x n for a string of n.
 """
 
 import copy
@@ -208,15 +208,6 @@ def plot_grid(rows: Tensor, cols: Tensor, gates: Tensor | None, labels: Sequence
     return figure
 
 
-def gate_table(gates: Tensor, labels: Sequence[str]) -> str:
-    """A line for each token of the vocabulary in a prompt: how often it occurs, its gate A, smallest and largest."""
-    lines = [f"{'token':>8}{'occurs':>8}  gate A, smallest..largest"]
-    for label in sorted(set(labels), key=VOCAB.index):
-        own = [gate for gate, of in zip(gates.tolist(), labels, strict=True) if of == label]
-        lines.append(f"{label:>8}{len(own):>8,}  {min(own):.6f}..{max(own):.6f}")
-    return "\n".join(lines)
-
-
 def check(run: str, model: Decoder, trained: dict, config: MapConfig) -> None:
     """ValueError for what a run does not have."""
     if "vocabulary" not in trained["data"]:
@@ -254,8 +245,6 @@ def draw(run: str, model: Decoder, trained: dict, config: MapConfig) -> None:
         return
     rows, cols, gates = grid_of(model, tokens, layer)
     save(plot_grid(rows, cols, gates, labels, f"{run}\nlayer {layer}, {encoding}"), folder / "grid.png")
-    if gates is not None:
-        print(gate_table(gates, labels))
 
 
 def main() -> None:

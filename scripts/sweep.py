@@ -158,30 +158,20 @@ def table(config: SweepConfig, rows: list[dict]) -> str:
 
 def curves(config: SweepConfig, rows: list[dict]) -> list[dict]:
     """The rows that a task's picture shows, from all rows of that task. Each point is of all seeds of its run that are
-    done. Lengths that were left out count as wrong behind one without a right copy; behind one with a wrong copy
-    nothing is known, so there is no point."""
-    row_of_length = {row["length"]: row for row in rows}  # of any run: all have the same bounds and samples
-    names = dict.fromkeys(row["name"] for row in rows)
-    seeds = {name: {row["seed"] for row in rows if row["name"] == name} for name in names}
+    done: a curve ends where longer strings were left out for one of them."""
+    seeds: dict[str, set[int]] = {}  # that are done, of each run
+    for row in rows:
+        seeds.setdefault(row["name"], set()).add(row["seed"])
     drawn = []
-    for name in names:
-        own = [row for row in rows if row["name"] == name]
-        label, group = own[0]["label"], own[0]["group"]
-        panel = group or own[0]["task"]
-        done = sorted({len(seeds[row["name"]]) for row in rows if row["group"] == group})
+    for row in rows:
+        here = [other for other in rows if (other["name"], other["length"]) == (row["name"], row["length"])]
+        if len(here) < len(seeds[row["name"]]):
+            continue
+        panel = row["group"] or row["task"]
+        done = sorted({len(seeds[other["name"]]) for other in rows if other["group"] == row["group"]})
         if done != [len(config.seeds)]:
             panel += f", {'-'.join(map(str, done))} of {len(config.seeds)} seeds"
-        for seed in seeds[name]:
-            last = max((row for row in own if row["seed"] == seed), key=lambda row: row["length"])
-            if config.stop == "zero" and last["exact_match"] == 0:
-                for other in row_of_length.values():
-                    if other["length"] > last["length"]:
-                        size = {key: other[key] for key in ("min_length", "length", "samples")}
-                        own.append(last | size | {"margin": None, "left_out": True})
-        for length in row_of_length:
-            here = [row for row in own if row["length"] == length]
-            if len(here) == len(seeds[name]):
-                drawn += [row | {"pos_encoding": label, "panel": panel} for row in here]
+        drawn.append(row | {"pos_encoding": row["label"], "panel": panel})
     return drawn
 
 

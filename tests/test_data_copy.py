@@ -11,13 +11,17 @@ from data_copy import (
     INPUT,
     NEWLINE,
     OUTPUT,
+    PLACES,
     STREAMS,
+    STRINGS,
     TASKS,
+    VOCAB,
     CopyConfig,
     copy_batch,
     evaluation_strings,
     permute,
     random_int,
+    random_unit,
     strings,
 )
 
@@ -73,7 +77,14 @@ def test_strings_of_today_are_those_of_tomorrow():
         "recursive-flip": "1110111111101110111011111110111011101111",
         "repeat-structure": "1101001011010100111100001101000111010010",
     }
-    assert {task: "".join(map(str, strings(task, 40, (7, 0, 5, np.array([[1]])))[0])) for task in TASKS} == today
+    assert {task: "".join(map(str, strings(task, 40, (7, 0, 5, np.array([[1]])))[0])) for task in STRINGS} == today
+    today = {
+        "select": "#2 <n> 0 0 1 0 0 <n> 0 1 0 1 1 <n> 1 0 1 0 0 <n> 1 0 0 0 1",
+        "middle": "0 > 0 0 0 0 0",
+        "multiline": "0 <n> 1 <n> 1",
+        "twice": "1 0 1 0 0",
+    }
+    assert {task: data_copy.text(evaluation_strings(task, 5, 5, 4, 0)[3]) for task in PLACES} == today
 
 
 def test_imbalanced_strings_have_the_seven_probabilities_in_equal_shares():
@@ -114,29 +125,56 @@ def test_repeat_structure_repeats_a_base_of_4_to_10_tokens():
 
 def test_pack_lays_out_a_small_batch_exactly():
     inputs, targets = data_copy.pack(np.array([[1, 9, 9, 9], [0, 1, 1, 9]]), np.array([1, 3]))
-    n, i, o, p, x = data_copy.NEWLINE, data_copy.INPUT, data_copy.OUTPUT, data_copy.PAD, IGNORE
+    n, i, o, p, x = data_copy.NEWLINE, INPUT, OUTPUT, data_copy.PAD, IGNORE
     assert inputs.tolist() == [[n, i, 1, n, n, o, 1, n, p, p, p], [n, i, 0, 1, 1, n, n, o, 0, 1, 1]]
     assert targets.tolist() == [[x, x, x, x, x, 1, n, x, x, x, x], [x, x, x, x, x, x, x, 0, 1, 1, n]]
     assert data_copy.text(inputs[1]) == "<n> I: 0 1 1 <n> <n> O: 0 1 1"
 
 
-def plain_sample(config: CopyConfig, seed: int, stream: str, step: int, i: int) -> list[int]:
-    """Sample i of a step, alone: all its tokens."""
-    place = (seed, STREAMS[stream], step, np.array([[i]]))
-    n = int(random_int(1, config.max_length, *place, 3)[0, 0])
-    source = strings(config.copy_task, n, place, config.repeat_p)[0]
-    if data_copy.random_unit(*place, 4)[0, 0] < config.noise:
-        source = random_int(0, data_copy.N_SYMBOLS - 1, *place, 5, np.arange(n))[0]
-    end = data_copy.SEPARATORS[config.separator]
-    return [end, data_copy.INPUT, *source.tolist(), end, end, data_copy.OUTPUT, *source.tolist(), end]
+def plain_places(task: str, symbols: list[int], n: int, draws: list[float]) -> tuple[list[int], list[int]]:
+    """The source and the answer of one sample, token by token."""
+    string, source = symbols[:n], []
+    if task in STRINGS:
+        return string, string
+    if task == "twice":
+        return string, [*string, NEWLINE, *string]
+    if task == "middle":
+        before = int(draws[0] * (n + 1))
+        answer = symbols[before : before + n]
+        return [*symbols[:before], VOCAB.index(">"), *answer], answer
+    lines = int(draws[0] * 3) + 2
+    if task == "select":
+        named, parts = int(draws[1] * lines), [symbols[i * n : (i + 1) * n] for i in range(lines)]
+        for part in parts:
+            source += [NEWLINE, *part]
+        return [VOCAB.index(f"#{named + 1}"), *source], parts[named]
+    while 2 * lines - 1 > n:
+        lines -= 1
+    size = n - (lines - 1)
+    breaks = sorted(range(1, size), key=lambda i: draws[i])[: lines - 1]  # those with the smallest draws
+    for i in range(size):
+        source += [NEWLINE] * (i in breaks) + [symbols[i]]
+    return source, [*source, NEWLINE]
+
+
+def plain_sample(task: str, place: tuple, low: int, high: int, repeat_p: float, noise: float = 0.0) -> tuple:
+    """Length, source and answer of the sample at this place (seed, stream, ..., index)."""
+    n = int(random_int(low, high, *place, 3)[0, 0])
+    symbols = strings(task if task in STRINGS else "imbalanced", 4 * n, place, repeat_p)[0]
+    if random_unit(*place, 4)[0, 0] < noise:
+        symbols = random_int(0, data_copy.N_SYMBOLS - 1, *place, 5, np.arange(4 * n))[0]
+    draws = random_unit(*place, 6, np.arange(4 * n))[0]
+    return n, *plain_places(task, symbols.tolist(), n, draws.tolist())
 
 
 @pytest.mark.parametrize("rank_world_pieces", [(1, 1), (1, 4), (2, 3), (3, 1), (11, 1)])
-@pytest.mark.parametrize("task, separator", [*((task, "<n>") for task in TASKS), ("uniform", "*")])
+@pytest.mark.parametrize("task, separator", [*((task, "<n>") for task in TASKS), ("uniform", "*"), ("multiline", "*")])
 def test_a_batch_is_its_samples_sorted_by_length_however_it_is_cut(task, separator, rank_world_pieces):
     config = CopyConfig(task, 30, noise=0.3, repeat_p=0.8, separator=separator)
-    wanted = [plain_sample(config, 4, "validation", 9, i) for i in range(11)]
-    wanted = sorted(wanted, key=len)  # a stable order: equal lengths stay as they come
+    places = [(4, STREAMS["validation"], 9, np.array([[i]])) for i in range(11)]
+    wanted = [plain_sample(task, place, 1, 30, 0.8, noise=0.3) for place in places]
+    wanted = sorted(wanted, key=lambda sample: sample[0])  # a stable order: equal lengths stay as they come
+    end = data_copy.SEPARATORS[separator]
     world, pieces = rank_world_pieces
     ranks = [copy_batch(config, 11, 9, 4, "validation", rank, world, pieces) for rank in range(world)]
     assert [len(own) for own in ranks] == [pieces] * world
@@ -145,26 +183,68 @@ def test_a_batch_is_its_samples_sorted_by_length_however_it_is_cut(task, separat
     assert sum(sizes) == 11 and max(sizes) - min(sizes) <= 1
     for tokens, targets in parts:
         here, wanted = wanted[: len(tokens)], wanted[len(tokens) :]
-        T = max(map(len, here)) - 1  # no column of padding alone
+        T = max(len(source) + 6 + len(answer) for _, source, answer in here) - 1  # no column of padding alone
         assert tokens.shape == targets.shape == (len(here), T) and tokens.dtype == targets.dtype == np.int64
-        for sample, row, target in zip(here, tokens.tolist(), targets.tolist(), strict=True):
-            n, start = len(sample), len(sample) // 2 + 2  # the copy begins at token `start`
+        for (_, source, answer), row, target in zip(here, tokens.tolist(), targets.tolist(), strict=True):
+            source, answer = ([end if token == NEWLINE else token for token in part] for part in (source, answer))
+            sample = [end, INPUT, *source, end, end, OUTPUT, *answer, end]
             assert row == [*sample, *[data_copy.PAD] * T][:T]
-            assert target == [sample[t + 1] if start <= t + 1 < n else IGNORE for t in range(T)]
+            assert target == [*[IGNORE] * (len(source) + 4), *answer, end, *[IGNORE] * T][:T]
+
+
+def read(task: str, prompt: str) -> str:
+    """The answer to a prompt, as a person finds it, who knows nothing but the prompt."""
+    body, rest = prompt.removeprefix("<n> I: ").split(" <n> <n> ")  # there is one blank line
+    assert rest == "O:"
+    which, *lines = body.split(" <n> ")
+    answers = {
+        "select": lambda: lines[int(which.removeprefix("#")) - 1],
+        "middle": lambda: body.split("> ")[1],
+        "multiline": lambda: body + " <n>",
+        "twice": lambda: f"{body} <n> {body}",
+    }
+    return answers[task]() + " <n>"
+
+
+@pytest.mark.parametrize("task", PLACES)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 20])
+def test_what_to_copy_is_told_by_the_prompt_and_no_sample_is_longer_than_the_longest(task, n):
+    sizes, drawn = [], evaluation_strings(task, n, n, 200, 1)
+    for source in drawn:
+        prompt, answer = data_copy.lay_out(source, task=task)
+        assert data_copy.text(answer) == read(task, data_copy.text(prompt))
+        assert len(answer) == {"twice": 2 * n + 2, "multiline": n + 2}.get(task, n + 1)
+        sizes.append(len(prompt) + len(answer) - 1)
+    assert max(sizes) == data_copy.longest(task, n)
+    assert data_copy.pack(drawn, [len(row) for row in drawn], task=task)[0].shape == (200, max(sizes))
+
+
+def test_a_copy_may_stand_anywhere():
+    n, N = 7, 3000
+    texts = {task: [data_copy.text(row) for row in evaluation_strings(task, n, n, N, 0)] for task in PLACES}
+    named = Counter((text.count("<n>"), int(text[1])) for text in texts["select"])
+    assert named.keys() == {(lines, k) for lines in (2, 3, 4) for k in range(1, lines + 1)}
+    assert all(within(count / N, 1 / 3 / lines, N) for (lines, _), count in named.items())
+    before = Counter(text.split().index(">") for text in texts["middle"])
+    assert before.keys() == set(range(n + 1)) and all(within(count / N, 1 / (n + 1), N) for count in before.values())
+    shapes = Counter(tuple(len(line.split()) for line in text.split("<n>")) for text in texts["multiline"])
+    ways = {2: 5, 3: 6, 4: 1}  # to cut 6, 5 and 4 symbols into as many lines
+    assert Counter(map(len, shapes)) == ways and {sum(shape) + len(shape) - 1 for shape in shapes} == {n}
+    assert all(within(count / N, 1 / 3 / ways[len(shape)], N) for shape, count in shapes.items())
+    for rows in texts.values():
+        ones = [text.split().count("1") / sum(word in "01" for word in text.split()) for text in rows]
+        assert abs(np.mean(ones) - 0.5) < 0.05 and np.mean([share in (0, 1) for share in ones]) > 0.05  # imbalanced
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_evaluation_strings_fill_their_interval_without_noise(task):
     assert sorted(STREAMS.values()) == [0, 1, 2]  # so that no stream has another's samples
-    drawn = evaluation_strings(task, 26, 50, 1000, 0, 0.7)
-    assert {len(row) for row in drawn} == set(range(26, 51))
-    for i in (0, 3, 999):  # each alone
-        place = (0, STREAMS["evaluation"], TASKS.index(task), 26, 50, np.array([[i]]))
-        assert len(drawn[i]) == random_int(26, 50, *place, 3)[0, 0]
-        assert np.array_equal(drawn[i], strings(task, len(drawn[i]), place, 0.7)[0])
+    places = [(0, STREAMS["evaluation"], TASKS.index(task), 26, 50, np.array([[i]])) for i in range(300)]  # each alone
+    lengths, wanted, _ = zip(*(plain_sample(task, place, 26, 50, 0.7) for place in places), strict=True)
+    assert [row.tolist() for row in evaluation_strings(task, 26, 50, 300, 0, 0.7)] == list(wanted)
+    assert set(lengths) == set(range(26, 51)) and {token for row in wanted for token in row if token < 32} == {0, 1}
     other = evaluation_strings(task, 26, 50, 10, 1, 0.7)
-    assert any(not np.array_equal(a, b) for a, b in zip(drawn, other, strict=False))
-    assert [len(row) for row in evaluation_strings(task, 7, 7, 3, 0)] == [7, 7, 7]
+    assert any(row.tolist() != first for row, first in zip(other, wanted, strict=False))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +266,7 @@ def test_wrong_values_are_refused_by_name(call, named):
 
 
 def test_a_task_may_have_another_answer_than_its_source(monkeypatch):
-    monkeypatch.setitem(data_copy.ANSWERS, "uniform", lambda sources, lengths: 1 - sources)
+    monkeypatch.setitem(data_copy.ANSWERS, "uniform", lambda source: 1 - source)
     sources = np.array([[0, 1, 1], [1, 0, 0]])
     tokens, targets = data_copy.pack(sources, np.array([3, 2]), NEWLINE, "uniform")
     assert tokens[0].tolist() == [NEWLINE, INPUT, 0, 1, 1, NEWLINE, NEWLINE, OUTPUT, 1, 0, 0]

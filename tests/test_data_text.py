@@ -11,10 +11,23 @@ import pytest
 from conftest import run_script
 
 import data_text
-from data_copy import IGNORE, STREAMS, TASKS, permute, random_bits, strings
-from data_text import SIGNALS, TEXT_TASKS, TextCopyConfig, pad_chats, read_jsonl, score, text_example, text_examples
+import passages
+from data_copy import IGNORE, STREAMS, permute, random_bits, strings
+from data_text import (
+    SIGNALS,
+    TEXT_TASKS,
+    TextCopyConfig,
+    pad_chats,
+    passage_scores,
+    read_jsonl,
+    score,
+    text_example,
+    text_examples,
+)
+from passages import CONTENTS
 from tokenizer import load_tokenizer
 
+SELF_CONTAINED = [task for task in TEXT_TASKS if task not in ("documents", "prose", "code")]  # need no source
 SYMBOLS = [("0", "1"), (" a", " b"), ("000", "111"), ("{x}", "é|")]
 ENCODE = load_tokenizer("bytes").chat
 
@@ -36,7 +49,7 @@ def within(share: float, p: float, n: int) -> bool:
     return abs(share - p) <= 5 * (p * (1 - p) / n) ** 0.5
 
 
-@pytest.mark.parametrize("task", TEXT_TASKS)
+@pytest.mark.parametrize("task", SELF_CONTAINED)
 def test_an_example_is_a_function_of_its_arguments_in_any_order(task):
     places = [(index, seed, stream) for index in (0, 1, 7) for seed in (0, 3) for stream in STREAMS]
     there = [text_example(config(task), *place) for place in places]
@@ -57,14 +70,63 @@ def test_examples_of_today_are_those_of_tomorrow():
 
 
 def test_a_given_length_gives_the_example_that_comes_where_it_is_drawn():
-    for task in TEXT_TASKS:
+    for task in SELF_CONTAINED:
         record = text_example(config(task), 4, 1, "evaluation")
         n = record["metadata"]["length"]
         assert text_example(config(task), 4, 1, "evaluation", length=n) == record
         assert text_example(config(task), 4, 1, "evaluation", length=3)["metadata"]["length"] == 3  # no bound for it
 
 
-@pytest.mark.parametrize("task", TASKS)
+def test_documents_are_passages_of_all_contents_in_templates_of_all_kinds(tmp_path):
+    for d in range(300):
+        (tmp_path / f"{d}.{'py' if d % 2 else 'txt'}").write_text("\n".join(f"{d} line {i}" for i in range(12)))
+    text_config = config("documents", 2, 6, text_source=(str(tmp_path),))
+    examples = list(text_examples(text_config, 600, 1, "train"))
+    assert examples[:50] == list(text_examples(text_config, 50, 1, "train"))
+    contents = Counter(e["metadata"]["content"] for e in examples)
+    assert set(contents) == set(CONTENTS) and all(within(n / 600, 1 / 6, 600) for n in contents.values())
+    kinds = Counter(e["metadata"]["kind"] for e in examples)
+    assert set(kinds) == set(data_text.KINDS) and all(within(n / 600, 1 / 3, 600) for n in kinds.values())
+    for example in examples:
+        assert answer(example) == example["source"] and prompt(example).count(example["source"]) >= 1
+        assert example["source"].count("\n") + 1 == example["metadata"]["length"] in range(2, 7)
+        assert score(example, answer(example)).correct and passage_scores(example, answer(example)) == (1.0, 1.0)
+    (code,) = text_examples(replace(text_config, text_task="code", template_kind="first"), 1, 0, "evaluation", 3)
+    assert (code["metadata"]["content"], code["metadata"]["kind"]) == ("code", "first")
+    assert passages.stream_of(f"line 1 of {code['source'].split()[0]}.py") == "evaluation"
+    (text,) = text_examples(replace(text_config, text_task="prose", text_unit="characters"), 1, 0, "train", 25)
+    assert len(text["source"]) == 25
+
+
+@pytest.mark.parametrize(
+    "answer, lines, similarity",
+    [
+        ("ab\ncd\n", 1.0, 1.0),
+        ("ab\ncx", 0.5, 4 / 5),
+        ("ab", 0.5, 2 / 5),
+        ("xab\ncd", 0.5, 5 / 6),
+        ("ab\ncd\nef", 1.0, 5 / 8),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_passages_are_scored_by_line_and_by_edits(answer, lines, similarity):
+    record = {"messages": [{"role": "user", "content": "ab\ncd"}, {"role": "assistant", "content": "ab\ncd"}]}
+    assert passage_scores(record, answer) == (lines, pytest.approx(similarity))
+
+
+def test_edit_distance_is_the_textbook_table():
+    chance = np.random.default_rng(0)
+    for _ in range(50):
+        a, b = ("".join(chance.choice([*"abé"], size)) for size in chance.integers(0, 9, 2))
+        table = [[max(i, j) for j in range(len(b) + 1)] for i in range(len(a) + 1)]
+        for i in range(1, len(a) + 1):
+            for j in range(1, len(b) + 1):
+                replaced = table[i - 1][j - 1] + (a[i - 1] != b[j - 1])
+                table[i][j] = min(replaced, table[i - 1][j] + 1, table[i][j - 1] + 1)
+        assert data_text.edit_distance(a, b) == table[-1][-1]
+
+
+@pytest.mark.parametrize("task", TEXT_TASKS[:4])
 @pytest.mark.parametrize("symbols", SYMBOLS)
 def test_strings_are_those_of_the_token_level_in_other_symbols(task, symbols):
     for index in range(20):
@@ -255,7 +317,7 @@ def test_chats_that_are_too_long_are_counted_and_only_they_are_tokenised(tmp_pat
             data_text.read_chats(path, encode, longest)
 
 
-@pytest.mark.parametrize("task", TEXT_TASKS)
+@pytest.mark.parametrize("task", SELF_CONTAINED)
 def test_a_length_for_which_no_example_is_too_long_is_named(task):
     text_config = config(task, 1, 40)
     with pytest.raises(ValueError, match="copies of 40 symbols or points take [0-9]+ tokens, block_size=50") as error:

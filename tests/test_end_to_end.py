@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ENV, ROOT, STOPPED, log, run_script
 
+import checkpoint
 import configurator
 import data_text
 import eval as evaluation
@@ -97,3 +98,29 @@ def test_a_mistake_ends_in_one_line_and_leaves_nothing_behind(tmp_path, monkeypa
     assert end.value.code == 2 and out == "" and words in err, err
     assert err.startswith("error: ") and err.count("\n") == 1
     assert [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"] == []
+
+
+def test_the_recipes_for_text_go_on_top_of_the_large_configs(corpora, tmp_path):
+    """Two steps of each, with a small model: pretraining, then finetuning that replays it."""
+    small = [
+        "n_layer=2",
+        "n_embd=32",
+        "n_head=2",
+        "head_dim=16",
+        "mlp_dim=48",
+        "pos_encoding=4d-rope",
+        "block_size=400",
+    ]
+    common = ["tokenizer=bytes", "device=cpu", "max_steps=2", "warmup_steps=1", "batch_size=8", "grad_accum=2"]
+    common += ["eval_steps=1", "compile=False", f"train_data={corpora / 'train'}"]
+    for name, configs, knobs in (
+        ("350m", ["pretrain", "350m", "text_recipe"], [*small, f"val_data={corpora / 'val'}"]),
+        ("copy", ["finetune_copy", "finetune_recipe"], ["text_max_length=20", f"init_from={tmp_path / '350m'}"]),
+    ):
+        args = [f"config/{config}.py" for config in configs]
+        args += [f"--{knob}" for knob in (*common, *knobs, f"out_dir={tmp_path / name}")]
+        done = run_script("train.py", *args)
+        assert done.returncode == 0, done.stderr
+        config = checkpoint.read(tmp_path / name / "last.pt")["config"]
+        assert (config["freqs"], config["shared_embed_init"], config["logit_scale"]) == ("mixed", 1.0, "log_n")
+    assert (config["replay"], config["text_noise"]) == (0.25, 0.4)

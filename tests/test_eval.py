@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import on_two_ranks
+from conftest import of_task, on_two_ranks, run
 from test_theory import copier
 
 import checkpoint
@@ -107,6 +107,22 @@ def test_teacher_forcing_agrees_with_real_decoding_string_by_string(model):
     assert len({v.first_error for v in forced}) > 4  # or the agreement would say little
 
 
+@pytest.mark.parametrize("task, offset", [("select", 0), ("middle", 1), ("multiline", 1), ("twice", 1)])
+@pytest.mark.parametrize("separator", [NEWLINE, STAR])
+def test_copies_at_other_places_get_the_verdicts_of_plain_forwards_and_of_real_decoding(task, offset, separator):
+    model = copier(4.0, "2d-rope" if separator == NEWLINE else "auto-2d-rope", separator, (0, -2, offset))
+    sources = data_copy.evaluation_strings(task, 1, 9, 20, 0)
+    forced, free = (judge(model, sources, separator, task=task) for judge in (teacher_forced, free_running))
+    assert [v[:1] + v[2:3] for v in forced] == [v[:1] + v[2:3] for v in free]
+    assert len({v.first_error for v in forced}) > 2
+    for source, got in zip(sources, forced, strict=True):
+        prompt, answer = data_copy.lay_out(source, separator, task)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *answer]]))[0, len(prompt) - 1 : -1]
+        wrong = (logits.argmax(1) != torch.from_numpy(answer)).nonzero()[:, 0].tolist()
+        assert got[:3] == (len(answer), len(wrong), wrong[0] if wrong else None)
+
+
 @pytest.mark.parametrize("fill, margin", [(math.nan, math.nan), (0.0, 0.0)])
 def test_a_tie_and_a_model_of_nan_are_wrong_everywhere(fill, margin):
     model = copier(4.0)
@@ -160,7 +176,7 @@ def test_a_row_counts_its_strings():
     row = row_of(Cell("uniform", None, 0.9, 4, 8, 4), "teacher-forced", made)
     wanted = dict(task="uniform", kind=None, repeat_p=None, mode="teacher-forced", length=8, min_length=4, samples=4)
     wanted |= dict(exact_match=0.25, token_error=6 / 24, only_closing_wrong=0.25, first_errors=[None, 1, 4, 0])
-    wanted |= dict(margin=-2.0, margins=[[0.5, 4], [-2.0, 3], [-0.25, 4], [-1.0, 0]])
+    wanted |= dict(lines_right=None, similarity=None, margin=-2.0, margins=[[0.5, 4], [-2.0, 3], [-0.25, 4], [-1.0, 0]])
     low, high = plots.wilson(1, 4)
     assert row == wanted | dict(exact_match_low=low, exact_match_high=high)
     row = row_of(Cell("repeat-structure", "first", 0.9, 4, 8, 4), "free-running", made)
@@ -207,13 +223,28 @@ def test_a_run_stops_where_it_is_told(runs):
         assert without(rows_of(runs["2d-rope"], stop=stop, **how)) == without(whole[:n] + whole[4 : 4 + n])
 
 
+@pytest.mark.parametrize("task", data_copy.PLACES)
+def test_block_size_and_batch_tokens_hold_for_all_that_the_model_sees_of_a_copy_at_another_place(
+    runs, task, monkeypatch
+):
+    shapes, judge, longest = [], evaluation.judge, data_copy.longest(task, 6)
+    monkeypatch.setattr(evaluation, "judge", lambda model, x, *rest: shapes.append(x.shape) or judge(model, x, *rest))
+    how = dict(tasks=task, lengths=6, samples=30, batch_tokens=3 * longest)
+    (row,) = rows_of(runs["rope"], block_size=longest, **how)
+    assert row["samples"] == 30 and [n for n, _ in shapes] == [3] * 10 and max(shapes)[1] == longest
+    (decoded,) = rows_of(runs["rope"], block_size=longest, **how, free_running=True)
+    assert decoded["first_errors"] == row["first_errors"]
+    with pytest.raises(ValueError, match=f"{longest} tokens is longer than the model's block_size={longest - 1}"):
+        rows_of(runs["rope"], block_size=longest - 1, **how)
+
+
 def test_dtype_checkpoint_block_size_and_free_running_are_as_asked(runs, tmp_path):
     how = dict(tasks="uniform", samples=20)
     (a, b), (rough, _) = (rows_of(runs["2d-rope"], dtype=dtype, **how) for dtype in ("float32", "bfloat16"))
     assert rough["dtype"] == "bfloat16" and 1e-6 < abs(rough["margin"] - a["margin"]) < 0.1
-    for name, run in (("last", "rope"), ("best", "2d-rope")):
-        (tmp_path / f"{name}.pt").write_bytes(Path(runs[run], "last.pt").read_bytes())
-        assert rows_of(str(tmp_path), checkpoint=name)[0]["pos_encoding"] == run
+    for name, kept in (("last", "rope"), ("best", "2d-rope")):
+        (tmp_path / f"{name}.pt").write_bytes(Path(runs[kept], "last.pt").read_bytes())
+        assert rows_of(str(tmp_path), checkpoint=name)[0]["pos_encoding"] == kept
     free = rows_of(runs["2d-rope"], free_running=True, **how)
     same = "run", "task", "length", "samples", "exact_match", "first_errors", "only_closing_wrong"
     assert [[row[k] for k in same] for row in free] == [[row[k] for k in same] for row in (a, b)]
@@ -336,12 +367,50 @@ def test_the_loss_on_text_is_that_of_each_window(start, corpora, tmp_path):
     assert two | {"loss": 0} == pytest.approx(row | {"loss": 0}) and two["loss"] == pytest.approx(row["loss"])
 
 
+def test_copies_and_losses_are_reported_together_with_what_the_run_started_from(corpora, start, tmp_path, monkeypatch):
+    run(tmp_path / "run", max_steps=2, **of_task("finetune", start=start))
+    argv = [f"--runs={tmp_path / 'run'}", "--tasks=imbalanced", "--kinds=first", "--lengths=3", "--samples=2"]
+    script(0, [*argv, f"--val_data={corpora / 'val'}", "--windows=4", "--device=cpu", f"--out_dir={tmp_path}"])
+    (row,) = json.loads((tmp_path / "accuracy.json").read_text())
+    before, after = json.loads((tmp_path / "losses.json").read_text())
+    assert (row["run"], row["kind"], row["samples"]) == (str(tmp_path / "run"), "first", 2)
+    assert [(r["run"], r["step"]) for r in (before, after)] == [(str(start), 0), (str(tmp_path / "run"), 2)]
+    config = EvalConfig(
+        runs=(str(start), str(tmp_path / "run")), val_data=str(corpora / "val"), windows=4, device="cpu"
+    )
+    assert [r["loss"] for r in evaluation.text_losses(config)] == [before["loss"], after["loss"]]
+    assert before["loss"] != after["loss"] and (tmp_path / "losses.png").exists()
+
+
+def test_passages_are_cut_from_the_runs_source_or_the_one_given_and_scored_by_line_and_edit(tmp_path):
+    letters = str.maketrans("01", "xy")
+    for name, first in (("one", "x"), ("two", "y")):  # the copier knows these letters alone, and one line
+        (tmp_path / f"{name}.txt").write_text(
+            "\n".join(first + f"{i % 64:06b}".translate(letters) for i in range(5000))
+        )
+    knobs = dict(task="finetune", tokenizer="bytes", text_task="prose", text_source=(str(tmp_path / "one.txt"),))
+    copies = save(tmp_path / "run", text_copier(), **knobs)
+    how = dict(tasks="prose,log", lengths="1,3", samples="4", kinds="own-line")
+    rows = rows_of(copies, **how)
+    found = [(row["task"], row["length"], row["lines_right"], row["exact_match"]) for row in rows]
+    assert found == [("prose", 1, None, 1.0), ("prose", 3, None, 0.0), ("log", 1, None, 0.0), ("log", 3, None, 0.0)]
+    assert {row["trained_to"] for row in rows} == {8}
+    rows = rows_of(copies, **how, free_running=True)
+    assert [(row["lines_right"], row["exact_match"]) for row in rows] == [(1, 1), (0, 0), (0, 0), (0, 0)]
+    assert rows[0]["similarity"] == 1.0 and all(0 <= row["similarity"] < 1 for row in rows[1:])
+    _, trained = checkpoint.load_run(copies)
+    for source, first in (((), "x"), ((str(tmp_path / "two.txt"),), "y")):
+        config = EvalConfig(runs=(copies,), text_source=source)
+        chats, _ = evaluation.examples_of(copies, trained, Cell("prose", "own-line", 0.9, 2, 2, 5), config)
+        assert all(line[0] == first for chat in chats for line in chat["source"].split("\n"))
+
+
 @pytest.mark.parametrize(
     "run, knob, match",
     [
         ("rope", "runs=()", "nothing to evaluate: give --runs=DIR"),
         ("rope", "tasks=()", "nothing to evaluate: give at least one of tasks and lengths"),
-        ("rope", "tasks=copy", "tasks: 'copy' is not one of imbalanced, .*, repeat-structure$"),
+        ("rope", "tasks=copy", "tasks: 'copy' is not one of imbalanced, .*, twice$"),
         ("text", "tasks=copy", "tasks: 'copy' is not one of imbalanced, .*, lists"),
         ("text", "kinds=last", "kinds=.*expected some of own-line"),
         ("pretrained", "chunk=9", "not finetuned on copying; --val_data, or sample.py, shows what it knows"),

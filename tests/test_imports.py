@@ -18,7 +18,8 @@ ROOMS = {  # each file, and what it imports of ours: only what stands above it
     "modeling_nano2d": "rope2d",
     "model": "rope2d",
     "data_copy": "",
-    "data_text": "data_copy configurator",  # the second as a script alone
+    "passages": "",
+    "data_text": "data_copy passages configurator",  # the last as a script alone
     "tokenizer": "",
     "documents": "",
     "data_dclm": "configurator data_copy tokenizer documents",
@@ -27,7 +28,7 @@ ROOMS = {  # each file, and what it imports of ours: only what stands above it
     "hf": "configurator rope2d model tokenizer checkpoint sample",
     "tasks": "rope2d data_copy data_text tokenizer data_dclm",
     "train": "configurator rope2d model data_copy data_text hf checkpoint tasks",
-    "eval": "configurator plots rope2d model data_copy data_text tokenizer data_dclm hf checkpoint sample",
+    "eval": "configurator plots rope2d model data_copy data_text tokenizer data_dclm checkpoint sample hf",
 }
 OURS = {*ROOMS, "scripts", "tests", "conftest"}
 
@@ -62,7 +63,16 @@ def use_alone(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", ["configurator", "kernels", "data_copy", "data_text data_copy", "rope2d", "rope2d kernels", "model rope2d"]
+    "names",
+    [
+        "configurator",
+        "kernels",
+        "data_copy",
+        "data_text data_copy passages",
+        "rope2d",
+        "rope2d kernels",
+        "model rope2d",
+    ],
 )
 def test_it_works_alone_in_an_empty_folder(tmp_path, names):
     for name in names.split():

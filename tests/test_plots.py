@@ -60,10 +60,10 @@ def test_kinds_and_shares_of_repetition_have_lines_of_their_own():
         assert line.split() == ["2d-rope", "0", *name.split(), "100%", "(4/4)"]
 
 
-def test_the_plot_has_a_panel_a_task_and_a_line_an_encoding(figures, tmp_path):
-    plot([*MADE, *(row | {"task": "imbalanced"} for row in MADE[2:])], tmp_path / "plot.png")
+def test_the_plot_has_a_panel_a_task_or_as_rows_say_and_a_line_an_encoding(figures, tmp_path):
+    plot([*MADE, *(row | {"panel": "4 layers"} for row in MADE[2:])], tmp_path / "plot.png")
     (figure,) = figures
-    assert [panel.get_title() for panel in figure.axes] == ["uniform", "imbalanced"]
+    assert [panel.get_title() for panel in figure.axes] == ["uniform", "4 layers"]
     assert figure.get_suptitle() == "trained on strings of 1 to 20 (shaded)"
     shares = [[bars.lines[0].get_ydata().tolist() for bars in panel.containers] for panel in figure.axes]
     assert shares == [[[1, 0.75], [0.5, 0]], [[0.5, 0]]]
@@ -103,15 +103,6 @@ def test_several_shares_of_repetition_are_plotted_against_them(figures, tmp_path
     for panel in figures[0].axes:
         assert panel.containers[0].lines[0].get_xdata() == pytest.approx([0.5, 0.9, 1.0], abs=0.01)
         assert panel.get_xlabel().startswith("p, share") and not panel.patches
-
-
-def test_rows_name_their_panel_and_what_was_not_tried_has_no_interval(figures, tmp_path):
-    rows = MADE[:3] + [MADE[3] | {"left_out": True}]
-    plot([row | {"panel": "4 layers"} for row in rows], tmp_path / "plot.png")
-    (panel,) = figures[0].axes
-    assert panel.get_title() == "4 layers"
-    ends = [container.lines[2][0].get_segments() for container in panel.containers]
-    assert [[len(bar) > 0 for bar in bars] for bars in ends] == [[True, True], [True, False]]
 
 
 def test_losses_have_95_percent_intervals_and_the_last_value_in_the_legend(figures, tmp_path):
