@@ -87,7 +87,7 @@ def margins(model: Decoder, tokens: Tensor, wanted: Tensor) -> Tensor:
     size = 2 ** math.ceil(math.log2(len(cols) + int(col.max()) + 1))  # of a transform, so that nothing wraps around
     ours = tokens[row == row[-1]]  # (n,) the query at column i writes target i
     rows, groups = torch.stack([row, tokens]).unique(dim=1)  # of the keys: those of one token in one row are a group
-    which = torch.searchsorted(kinds, groups)
+    which = torch.searchsorted(kinds, groups.contiguous())
     spectra = []
     for r, token in zip(rows, groups, strict=True):
         keys = torch.zeros(int(col.max()) + 1, dtype=torch.float64)

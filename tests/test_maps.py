@@ -17,6 +17,7 @@ from data_copy import INPUT, NEWLINE, OUTPUT, VOCAB
 from model import Decoder, ModelConfig
 from scripts import maps
 from scripts.maps import attention_weights, grid_of, plot_attention, plot_grid, plot_layers
+from tokenizer import load_tokenizer
 
 ENCODINGS = ["2d-rope", "auto-2d-rope", "rope", "nope", "alibi", "h-rope"]
 EXAMPLE = [NEWLINE, INPUT, 0, 1, 1, NEWLINE, NEWLINE, OUTPUT, 0, 1, 1]  # rope2d.py's opening picture
@@ -46,6 +47,13 @@ def untrained(encoding: str = "2d-rope", **changes) -> Decoder:
 def prompt(n: int = 20) -> Tensor:
     source = data_copy.evaluation_strings("uniform", n, n, 1, 0)[0]
     return torch.from_numpy(data_copy.pack(source[None], np.array([n]))[0])
+
+
+def sample(n: int = 20) -> maps.Sample:
+    source = data_copy.evaluation_strings("uniform", n, n, 1, 0)[0]
+    inputs, targets = data_copy.pack([source], [n])
+    at = torch.arange(n)
+    return maps.Sample(torch.from_numpy(inputs), targets, [VOCAB[token] for token in inputs[0]], 2 + at, n + 4 + at)
 
 
 def names(tokens: Tensor) -> list[str]:
@@ -112,7 +120,7 @@ def test_the_copying_weight_is_what_each_head_gives_to_the_token_to_write_next()
     for layer in range(2):
         weights = attention_weights(model, prompt(n), layer, range(4), ALL, ALL)
         expected.append([sum(head[n + 4 + i, 2 + i] for i in range(n)) / n for head in weights])
-    torch.testing.assert_close(maps.copying_weights(model, prompt(n)), torch.tensor(expected), atol=1e-5, rtol=0)
+    torch.testing.assert_close(maps.copying_weights(model, sample(n)), torch.tensor(expected), atol=1e-5, rtol=0)
 
 
 def test_a_layer_without_attention_is_judged_as_a_model_whose_output_is_zero():
@@ -122,7 +130,8 @@ def test_a_layer_without_attention_is_judged_as_a_model_whose_output_is_zero():
         hook = lambda _, inputs, output: torch.zeros_like(output)  # noqa: E731
         with model.blocks[layer].attention.register_forward_hook(hook):
             expected = evaluation.teacher_forced(model, [source], NEWLINE)[0]
-        assert maps.without_attention(model, [layer], source, NEWLINE) == expected != before
+        right = 1 - expected.errors / expected.targets
+        assert maps.right_without(model, [layer], sample(8)) == right and expected != before
     assert evaluation.teacher_forced(model, [source], NEWLINE)[0] == before  # left as it was
 
 
@@ -160,7 +169,7 @@ def labels_of(axis) -> list[str]:
 
 def test_an_attention_map_has_a_labelled_panel_a_head_and_one_stated_scale():
     model, tokens = untrained("auto-2d-rope"), prompt()
-    figure = plot_attention(model, tokens, 1, [2, 0], ALL[24:], ALL[:26], "out/x")
+    figure = plot_attention(model, sample(), 1, [2, 0], ALL[24:], ALL[:26], "out/x")
     weights = attention_weights(model, tokens, 1, [2, 0], ALL[24:], ALL[:26])
     *panels, bar = figure.axes
     assert [panel.get_title() for panel in panels] == ["layer 1, head 2", "layer 1, head 0"]
@@ -175,7 +184,7 @@ def test_an_attention_map_has_a_labelled_panel_a_head_and_one_stated_scale():
 
 def test_a_map_of_a_long_prompt_is_thinned_and_says_so():
     model, tokens, at = untrained(block_size=2000), prompt(600), torch.arange(1205)
-    panel = plot_attention(model, tokens, 0, [1], at, at, "").axes[0]
+    panel = plot_attention(model, sample(600), 0, [1], at, at, "").axes[0]
     assert panel.get_xlabel() == "key, 0 to 1,204: largest of 4 neighbours"
     assert panel.get_ylabel() == "query, 0 to 1,204: one in 4"
     weights = attention_weights(model, tokens, 0, [1], at[::4], at)[0]
@@ -185,15 +194,14 @@ def test_a_map_of_a_long_prompt_is_thinned_and_says_so():
 
 
 def test_beside_each_layer_stands_what_is_right_without_it_and_without_the_others(monkeypatch):
-    errors = {frozenset({0}): 1, frozenset({1}): 3}
-    verdict = lambda model, layers, *_: evaluation.Verdict(10, errors[frozenset(layers)], None, 0.0)  # noqa: E731
-    monkeypatch.setattr(maps, "without_attention", verdict)
-    model, tokens = untrained(), prompt()
-    figure = plot_layers(model, tokens, "out/x")
+    right = {frozenset({0}): 0.9, frozenset({1}): 0.7}
+    monkeypatch.setattr(maps, "right_without", lambda model, layers, _: right[frozenset(layers)])
+    model = untrained()
+    figure = plot_layers(model, sample(), "out/x")
     panel, (right,) = figure.axes[0], figure.axes[0].child_axes
     assert labels_of(right.yaxis) == ["90% / 70%", "70% / 90%"]
     written = {(text.get_position()): text.get_text() for text in panel.texts}
-    weights = maps.copying_weights(model, tokens)
+    weights = maps.copying_weights(model, sample())
     assert written == {(head, layer): f"{weights[layer, head]:.2f}" for layer in range(2) for head in range(4)}
     assert figure.get_suptitle() == "out/x\n2d-rope, a string of 20 tokens"
 
@@ -226,7 +234,7 @@ def test_a_grid_picture_of_a_long_prompt_shows_its_first_columns_and_says_so():
 
 def saved(model: Decoder, folder: Path, separator: str = "<n>", **data) -> str:
     folder.mkdir(parents=True)
-    config = asdict(model.config) | dict(separator=separator)
+    config = asdict(model.config) | dict(separator=separator, task="pretrain" if data else "copy")
     saved = dict(model=model.state_dict(), config=config, step=0, data=data or {"vocabulary": VOCAB})
     torch.save(saved, folder / "last.pt")
     return str(folder)
@@ -267,6 +275,31 @@ def test_each_run_gets_its_pictures_of_the_string_heads_and_windows_that_were_as
     assert [len(figure.axes[0].texts) for figure in (grid, grid_star)] == [23, 2 * 23]  # the gates, too
 
 
+@pytest.mark.parametrize("kind, start", [("own-line", "\n"), ("first", ""), ("mid-sentence", " ")])
+def test_in_text_the_string_and_its_copy_are_found_in_a_prompt_of_the_kind(tmp_path, monkeypatch, kind, start):
+    monkeypatch.chdir(tmp_path)
+    bytes_ = load_tokenizer("bytes")
+    values = dict(n_layer=2, n_embd=32, n_head=2, head_dim=16, block_size=400, vocab_size=bytes_.vocab_size)
+    model = Decoder(ModelConfig(pos_encoding="2d-rope+4d-rope", **values), rope2d.break_table(bytes_.token_bytes))
+    trained = {
+        "task": "finetune",
+        "tokenizer": "bytes",
+        "symbols": ["a", "b"],
+        "data": {"tokenizer": bytes_.fingerprint},
+    }
+    config = maps.MapConfig(runs=("x",), length=12, kind=kind)
+    drawn = maps.sample_of("x", model, trained, config)
+    text = "".join(drawn.labels).replace("\\n", "\n")
+    read = drawn.tokens[0, drawn.source].tolist()
+    assert set(read) == set(b"ab") and bytes_.decode(read) in text and len(read) == 12
+    assert drawn.targets[0, drawn.writing].tolist() == read and drawn.targets[0, drawn.writing[-1] + 1] == bytes_.eos
+    before = text[: int(drawn.source[0])]
+    assert before.endswith(start) and bool(before) == (kind != "first")
+    for layer, col in ((0, rope2d.COL), (1, rope2d.LETTER)):  # the grid of lines, that of words
+        rows, cols, gates = grid_of(model, drawn.tokens, layer)
+        assert cols.tolist() == rope2d.grid(drawn.tokens, model.breaks)[0][col, 0].tolist() and gates is None
+
+
 @pytest.mark.parametrize(
     "flags, match",
     [
@@ -274,10 +307,10 @@ def test_each_run_gets_its_pictures_of_the_string_heads_and_windows_that_were_as
         (dict(length=0), "length=0"),
         (dict(layer=2), "layer=2: expected 0 to 1"),
         (dict(heads="0,4"), r"heads=\(0, 4\): expected 0 to 3"),
-        (dict(queries="40,45"), "queries=40,45: expected two positions in the prompt, 0 to 44"),
-        (dict(keys="9,8"), "keys=9,8: expected two positions in the prompt, 0 to 44, rising"),
+        (dict(queries="40,45"), r"queries=\(40, 45\): the prompt has positions 0 to 44"),
+        (dict(keys="9,8"), "keys=9,8: expected two positions in the prompt, from 0, rising"),
         (dict(length=43), "sequence of 91 tokens is longer"),
-        (dict(runs="text"), "text: trained on text; expected a run with task='copy'"),
+        (dict(runs="text"), "text: has not learned to copy; expected a run with task='copy' or task='finetune'"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch, flags, match):
