@@ -318,13 +318,14 @@ def check_lengths(config: TextCopyConfig, encode: Callable[[list], Chat], longes
         tokens = max(tokens, len(encode(messages)[0]) - 1)
     if tokens > longest:
         hint = f"give a smaller --text_max_length, or --block_size={tokens}"
-        raise ValueError(f"copies of {high} symbols or points take {tokens} tokens, block_size={longest}: {hint}")
+        raise ValueError(f"copies of length {high} take {tokens} tokens, block_size={longest}: {hint}")
 
 
 def chat_source(
     config: TextCopyConfig, files: dict[str, str], seed: int, encode: Callable[[list], Chat], longest: int
-) -> tuple[Callable[[str, int], Chat], dict[str, int], dict[str, str]]:
-    """Chats to train on: chat(stream, index), the number of chats in each stream's file, and a digest of each file.
+) -> tuple[Callable[[str, int], Chat], dict[str, Any], dict[str, str]]:
+    """Chats to train on: chat(stream, index); what must stay when a run goes on, the number of chats in each stream's
+    file and a digest of what passages are cut from; and a digest of each file, which may be mended.
 
     files: a JSONL of chats by stream, or "" for examples that are made as they are needed. All that is too long is
     found here, not at its step. Errors as read_chats and check_lengths.
@@ -340,12 +341,12 @@ def chat_source(
             record = text_example(config, index, seed, stream)
         return encode(record["messages"])
 
-    counts = {f"{stream} chats": len(some) for stream, some in records.items()}
     digests = {f"{stream} file": hashlib.sha256(Path(files[stream]).read_bytes()).hexdigest() for stream in records}
-    if config.text_task in DOCUMENTS and len(records) < len(files):
+    facts: dict[str, Any] = {f"{stream} chats": len(some) for stream, some in records.items()}
+    if config.text_task in ("documents", "prose", "code") and len(records) < len(files):
         texts = json.dumps(list(read_texts(config.text_source, config.text_unit).values()))
-        digests["text_source"] = hashlib.sha256(texts.encode()).hexdigest()
-    return chat, counts, digests
+        facts["passages"] = hashlib.sha256(texts.encode()).hexdigest()
+    return chat, facts, digests
 
 
 class Score(NamedTuple):

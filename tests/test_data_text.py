@@ -320,7 +320,7 @@ def test_chats_that_are_too_long_are_counted_and_only_they_are_tokenised(tmp_pat
 @pytest.mark.parametrize("task", SELF_CONTAINED)
 def test_a_length_for_which_no_example_is_too_long_is_named(task):
     text_config = config(task, 1, 40)
-    with pytest.raises(ValueError, match="copies of 40 symbols or points take [0-9]+ tokens, block_size=50") as error:
+    with pytest.raises(ValueError, match="copies of length 40 take [0-9]+ tokens, block_size=50") as error:
         data_text.check_lengths(text_config, ENCODE, 50)
     enough = int(re.search(r"--block_size=(\d+)", str(error.value))[1])
     data_text.check_lengths(text_config, ENCODE, enough)
@@ -380,7 +380,7 @@ def test_chats_come_from_their_streams_file(tmp_path):
 @pytest.mark.parametrize("stream, other", [("train", "validation"), ("validation", "train")])
 def test_chats_without_a_file_are_made(tmp_path, stream, other):
     short, files = config("imbalanced", 1, 9), {stream: "", other: written(tmp_path / "a.jsonl", GOOD)}
-    with pytest.raises(ValueError, match="copies of 9 symbols"):
+    with pytest.raises(ValueError, match="copies of length 9"):
         data_text.chat_source(short, files, 0, ENCODE, 20)
     source, counts, digests = data_text.chat_source(short, files, 4, ENCODE, 200)
     assert counts == {f"{other} chats": 1} and digests.keys() == {f"{other} file"}

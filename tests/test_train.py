@@ -257,6 +257,29 @@ def test_replayed_rows_are_pretraining_in_its_order_and_take_no_chats_place(tmp_
     assert task.fingerprint["train corpus"] == corpus.digest
 
 
+def test_a_run_goes_on_with_passages_that_moved_and_not_with_other_ones(tmp_path, start):
+    for name, word in (("one", "x"), ("two", "y")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("\n".join(f"{word} {i}" for i in range(5000)))
+    shutil.copytree(tmp_path / "one", tmp_path / "moved")
+    knobs, out = (
+        of_task("finetune", start=start) | dict(text_task="prose", text_max_length=2, block_size=500),
+        tmp_path / "run",
+    )
+    run(out, **knobs, max_steps=2, schedule="wsd", text_source=tmp_path / "one")
+    refused(
+        ValueError,
+        "holds another run.*\\n.*passages",
+        out,
+        **knobs,
+        max_steps=3,
+        schedule="wsd",
+        text_source=tmp_path / "two",
+    )
+    state = run(out, **knobs, max_steps=3, schedule="wsd", text_source=tmp_path / "moved")
+    assert state["step"] == 3 and state["config"]["text_source"] == (str(tmp_path / "moved"),)
+
+
 def test_a_run_goes_on_with_chats_that_were_mended_and_not_with_more_of_them(tmp_path, start):
     knobs, out = dict(task="finetune", init_from=start, chats=chats(tmp_path / "chats", *"01234")), tmp_path / "run"
     run(out, **knobs)
@@ -280,7 +303,7 @@ def test_chats_that_are_too_long_are_refused_before_the_first_step(tmp_path, sta
 
 def test_examples_that_could_be_too_long_are_refused_before_the_first_step(tmp_path, start):
     lists = dict(init_from=start, text_task="lists", text_min_length=60, text_max_length=60)
-    with pytest.raises(ValueError, match="copies of 60 .* or --block_size=") as error:
+    with pytest.raises(ValueError, match="copies of length 60 .* or --block_size=") as error:
         finetuning(block_size=64, val_chats=chats(tmp_path / "chats", "0"), **lists)
     promised = int(str(error.value).rpartition("=")[2])
     task = finetuning(block_size=promised, batch_size=100, seed=1, **lists)
