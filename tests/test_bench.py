@@ -109,7 +109,7 @@ def test_the_peak_is_of_one_run_and_chunks_lower_it(monkeypatch):
         assert bench.linux_peak(lambda n=n: torch.ones(n).sum()) == pytest.approx(4e-6 * n, rel=0.1)
     monkeypatch.setitem(bench.LOGITS_PER_CHUNK, "cpu", 32 * 60_000)
     ours, plain = bench.loss(ONCE, bench.LossConfig(256, 8, 60_000))  # a matrix of all logits is 61 MB
-    assert plain["facts"]["peak_MB"] > 2.5 * 61 > 61 > ours["facts"]["peak_MB"] > 0
+    assert plain["facts"]["peak_MB"] > 2.5 * 61 > 1.3 * 61 > ours["facts"]["peak_MB"] > 0
 
 
 def test_train_step_trains_and_follows_transformers_step_by_step(monkeypatch):

@@ -393,7 +393,7 @@ IMPOSSIBLE = {
         ),
         (dict(batch_size=3, grad_accum=4), "batch_size=3: expected at least grad_accum=4 x 1 processes"),
         (dict(device="cuda"), "device='cuda': not on this machine; it has cpu"),
-        (dict(vocab_size=30), "vocab_size=30: the data has 37 tokens"),
+        (dict(vocab_size=30), "vocab_size=30: the data has 42 tokens"),
         (dict(seed=2**63), r"seed=9223372036854775808: expected 0 to 2\^63 - 1"),
         (dict(seed=-1), "seed=-1: expected 0"),
         (dict(freqs="uniform", freqs_seed=2**64), "freqs_seed=18446744073709551616"),
