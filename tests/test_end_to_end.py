@@ -123,4 +123,4 @@ def test_the_recipes_for_text_go_on_top_of_the_large_configs(corpora, tmp_path):
         assert done.returncode == 0, done.stderr
         config = checkpoint.read(tmp_path / name / "last.pt")["config"]
         assert (config["freqs"], config["shared_embed_init"], config["logit_scale"]) == ("mixed", 1.0, "log_n")
-    assert (config["replay"], config["text_noise"]) == (0.25, 0.4)
+    assert (config["replay"], config["text_noise"]) == (0.125, 0.4)
