@@ -58,7 +58,7 @@ class BuildConfig:
     max_tokens: int = 0  # stop with the sequence that reaches so many; 0: at the end of the source
     shard_tokens: int = 2**27  # a shard ends with the block of documents that reaches so many
     block_bytes: int = 2**20  # of text that a thread gets at once; a shard ends with such a block
-    threads: int = 0  # threads that tokenise; 0: one a core
+    threads: int = 0  # that tokenise; 0: one a core
     verify: str = ""  # folder of shards to check, every row
 
     def __post_init__(self):
