@@ -337,7 +337,9 @@ def text_losses(config: EvalConfig, with_starts: bool = False) -> list[dict]:
         tokenizer = tokenizer_of(run, trained, config.tokenizer)
         corpus = open_corpus(config.val_data, tokenizer.fingerprint, model.config.block_size)
         start = trained["init_from"] if with_starts else ""
-        if start and start not in [other for other, *_ in work]:
+        if start and not Path(start).exists():
+            print(f"{run} started from {start}, which is gone: no loss before finetuning")
+        elif start and start not in [other for other, *_ in work]:
             before = hf.load_start(start, {})[0].to(device).eval()
             was = trained | {"steps_done": 0, "pos_encoding": before.config.pos_encoding}
             work.append((start, before, was, tokenizer, corpus))
