@@ -61,8 +61,8 @@ def read_texts(sources: tuple[str, ...], unit: str) -> dict[tuple[str, str], lis
         known = (*JSONL, ".txt", *SOURCE_CODE)
         files = [p for p in sorted(source.rglob("*")) if p.name.endswith(known)] if source.is_dir() else [source]
         if not files or not all(file.is_file() for file in files):
-            expected = f"a file, or a folder with {', '.join(known)} (python -m scripts.local_text writes the default)"
-            raise FileNotFoundError(f"text_source={source}: expected {expected}")
+            expected = f"expected a file, or a folder with {', '.join(known)}; `make toy-data` writes the default"
+            raise FileNotFoundError(f"text_source={source}: {expected}")
         for file in files:
             texts |= read_source(file)
     found = {(stream, content): [] for stream in ("train", "validation", "evaluation") for content in ("prose", "code")}
