@@ -28,14 +28,14 @@ def stream_of(name: str) -> str:
     return "evaluation" if first < 26 else "validation" if first < 52 else "train"
 
 
-def read_source(path: Path) -> dict[str, str]:
+def read_source(path: Path, name: str) -> list[tuple[str, str]]:
     """Name and text of each document in a file: a line of JSONL (fields text, and url if it has one), or a section of
-    any other file. RuntimeError for a damaged line."""
-    found = {}
+    any other file. name: of the file. RuntimeError for a damaged line."""
+    found = []
     if not path.name.endswith(JSONL):
         lines = path.read_text("utf-8", "replace").splitlines()
         for start in range(0, len(lines), SECTION):
-            found[f"line {start + 1} of {path.name}"] = "\n".join(lines[start : start + SECTION])
+            found.append((f"line {start + 1} of {name}", "\n".join(lines[start : start + SECTION])))
         return found
     import pyarrow  # knows .gz and .zst
 
@@ -43,7 +43,7 @@ def read_source(path: Path) -> dict[str, str]:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
-                found[str(record.get("url") or f"{number} of {path.name}")] = str(record["text"])
+                found.append((str(record.get("url") or f"{number} of {name}"), str(record["text"])))
             except (ValueError, LookupError, AttributeError, RecursionError) as error:
                 raise RuntimeError(f"{path}, line {number}: expected a JSON object with text ({error!r})") from error
     return found
@@ -56,7 +56,7 @@ def read_texts(sources: tuple[str, ...], unit: str) -> dict[tuple[str, str], lis
     sources: files and folders; of a folder JSONL, .txt and source code. FileNotFoundError for a source that is missing
     or holds nothing of that, RuntimeError for a damaged file.
     """
-    texts = {}
+    texts: list[tuple[str, str]] = []
     for source in map(Path, sources):
         known = (*JSONL, ".txt", *SOURCE_CODE)
         files = [p for p in sorted(source.rglob("*")) if p.name.endswith(known)] if source.is_dir() else [source]
@@ -64,9 +64,9 @@ def read_texts(sources: tuple[str, ...], unit: str) -> dict[tuple[str, str], lis
             expected = f"expected a file, or a folder with {', '.join(known)}; `make toy-data` writes the default"
             raise FileNotFoundError(f"text_source={source}: {expected}")
         for file in files:
-            texts |= read_source(file)
+            texts += read_source(file, str(file.relative_to(source)) if source.is_dir() else file.name)
     found = {(stream, content): [] for stream in ("train", "validation", "evaluation") for content in ("prose", "code")}
-    for name, text in sorted(texts.items()):
+    for name, text in sorted(texts):
         lines = [line.encode()[:LONGEST_LINE].decode("utf-8", "ignore").rstrip() for line in text.splitlines()]
         content = "code" if name.endswith(SOURCE_CODE) else "prose"
         found[stream_of(name), content].append(lines if unit == "lines" else "\n".join(lines))

@@ -76,6 +76,15 @@ def test_any_file_is_a_source_and_a_plain_one_is_cut_into_sections(tmp_path):
         assert line.startswith(first) and len(line) <= passages.LONGEST_LINE
 
 
+def test_files_of_one_name_in_several_folders_are_all_kept(tmp_path):
+    for name in ("a/x/__init__.py", "a/y/__init__.py", "b/x/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(name)
+    texts = read_texts((str(tmp_path / "a"), str(tmp_path / "b")), "characters")
+    found = sorted(text for documents in texts.values() for text in documents)
+    assert found == ["a/x/__init__.py", "a/y/__init__.py", "b/x/__init__.py"]
+
+
 @pytest.mark.parametrize(
     "write, error, named",
     [
