@@ -120,6 +120,12 @@ def teacher_forced(
     return judge(model, *data_copy.pack(sources, [len(source) for source in sources], separator, task), chunk)
 
 
+def lead_of(logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """How far the right token's logit is above the best other one: (N,) of logits (N, vocab_size), right (N,)."""
+    right = right[:, None]
+    return (logits.gather(1, right) - logits.scatter(1, right, -math.inf).amax(1, keepdim=True))[:, 0]
+
+
 def judge(model: Decoder, inputs: np.ndarray, targets: np.ndarray, chunk: int) -> list[Verdict]:
     """Verdicts on the targets (N, T), IGNORE where there is none, of right-padded inputs (N, T)."""
     device = model.breaks.device
@@ -134,9 +140,7 @@ def judge(model: Decoder, inputs: np.ndarray, targets: np.ndarray, chunk: int) -
             states = model.hidden(inputs[:, part], cache, keys_only=not want.any())
             if states is not None:
                 logits = model.head(states[want]).float()  # (targets in the chunk, vocab_size)
-                right = targets[:, part][want][:, None]
-                lead = logits.gather(1, right) - logits.scatter(1, right, -math.inf).amax(1, keepdim=True)
-                leads.append((want.nonzero()[:, 0].cpu(), lead[:, 0].cpu()))
+                leads.append((want.nonzero()[:, 0].cpu(), lead_of(logits, targets[:, part][want]).cpu()))
     row, lead = torch.cat([r for r, _ in leads]), torch.cat([x for _, x in leads])
     return [verdict(~(own > 0), own) for own in (lead[row == i] for i in range(len(inputs)))]
 

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import rope2d
 
 IGNORE = -100  # the target of a position that has no loss
-COL_EMBEDDINGS = 1024  # bipe's; columns beyond share the last
 LOGITS_PER_CHUNK = {"cpu": 2**25, "mps": 2**25, "cuda": 2**28}  # of the loss, so that memory is bounded
 
 
@@ -328,7 +327,7 @@ class Decoder(nn.Module):
         shared = [name for name in sorted(set(encodings)) if rope2d.PLANES[name] and name != "auto-2d-rope"]
         self.rotary = nn.ModuleDict({encoding: make_rotary(config, encoding) for encoding in shared})
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.col_embed = nn.Embedding(COL_EMBEDDINGS, config.n_embd) if "bipe" in encodings else None
+        self.col_embed = nn.Embedding(rope2d.COL_EMBEDDINGS, config.n_embd) if "bipe" in encodings else None
         self.blocks = nn.ModuleList([Block(config, i, encoding) for i, encoding in enumerate(encodings)])
         self.auto = AutoRotary(config) if config.learns_one_grid else None
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
@@ -397,7 +396,7 @@ class Decoder(nn.Module):
         context = AttentionContext(positions, rotations, mask, pad, cache, look)
         x = self.embed(tokens)
         if self.col_embed:
-            x = x + self.col_embed(positions[rope2d.COL].clamp(0, COL_EMBEDDINGS - 1))
+            x = x + self.col_embed(positions[rope2d.COL].clamp(0, rope2d.COL_EMBEDDINGS - 1))
         if self.auto:
             normed = F.rms_norm(x, x.shape[-1:], eps=self.config.norm_eps)
             rotations["auto-2d-rope"] = self.auto(normed, context)

@@ -19,9 +19,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, eager_attention_forward
 
-from .rope2d import COL, INDEX, PLANES, UNITS, Rotary, grid, layer_encodings, rotate, with_alibi
+from .rope2d import COL, COL_EMBEDDINGS, INDEX, PLANES, UNITS, Rotary, grid, layer_encodings, rotate, with_alibi
 
-COL_EMBEDDINGS = 1024  # bipe's; columns beyond share the last
 MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters  # they have other names in 4.57 than in 5
 
 

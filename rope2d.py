@@ -59,6 +59,7 @@ PLANES = {
 ALIASES = {"h-rope": "rope+2d-rope", "rnope": "rope+nope"}  # paper sections 5 and 3.4.2
 THETA = {"2d-rope": 1_000.0, "4d-rope": 1_000.0, "auto-2d-rope": 1_000.0}  # paper, appendix D.1
 ROPE_THETA = 10_000.0  # of all others
+COL_EMBEDDINGS = 1024  # bipe's; columns beyond share the last
 
 
 def layer_encodings(pos_encoding: str, n_layer: int) -> list[str]:

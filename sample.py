@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import checkpoint
 import configurator
 import rope2d
-from model import COL_EMBEDDINGS, Block, Cache, Decoder, attention_mask
+from model import Block, Cache, Decoder, attention_mask
 from tokenizer import Tokenizer, load_tokenizer
 
 
@@ -201,7 +201,7 @@ class FastStep:
         mask = attention_mask(1, cache.length + 1, cache.pad, tokens.device)
         x = self.embed.index_select(0, tokens)  # (B, C)
         if self.col_embed:
-            x = x + self.col_embed(at[rope2d.COL].clamp(max=COL_EMBEDDINGS - 1))
+            x = x + self.col_embed(at[rope2d.COL].clamp(max=rope2d.COL_EMBEDDINGS - 1))
         for i, layer in enumerate(self.layers):
             torch.mm(layer.norm(x), layer.qkv, out=self.qkv)
             normed = layer.qk_norm(qk) if layer.qk_norm else qk

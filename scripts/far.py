@@ -25,7 +25,7 @@ import configurator
 import data_copy
 import rope2d
 from data_copy import IGNORE
-from eval import judge
+from eval import judge, lead_of
 from model import Decoder
 
 
@@ -80,17 +80,18 @@ def margins(model: Decoder, tokens: Tensor, wanted: Tensor) -> Tensor:
     block, n = model.blocks[0], len(wanted)
     H, D = block.attention.H, block.attention.D
     _, row, col = rope2d.grid(tokens[None], model.breaks[0])[0][:, 0]
+    last = int(col.max())
     kinds = tokens.unique()
     heads = block.attention.qkv(block.attention_norm(model.embed(kinds))).view(len(kinds), 3, H, D)
     q, k, v = (block.attention.q_norm(heads[:, 0]), block.attention.k_norm(heads[:, 1]), heads[:, 2].double())
-    cols = torch.arange(-int(col.max()), n)  # query's column - key's column
-    size = 2 ** math.ceil(math.log2(len(cols) + int(col.max()) + 1))  # of a transform, so that nothing wraps around
+    cols = torch.arange(-last, n)  # query's column - key's column
+    size = 2 ** math.ceil(math.log2(len(cols) + last + 1))  # of a transform, so that nothing wraps around
     ours = tokens[row == row[-1]]  # (n,) the query at column i writes target i
     rows, groups = torch.stack([row, tokens]).unique(dim=1)  # of the keys: those of one token in one row are a group
     which = torch.searchsorted(kinds, groups.contiguous())
     spectra = []
     for r, token in zip(rows, groups, strict=True):
-        keys = torch.zeros(int(col.max()) + 1, dtype=torch.float64)
+        keys = torch.zeros(last + 1, dtype=torch.float64)
         keys[col[(row == r) & (tokens == token)]] = 1.0
         spectra.append(torch.fft.rfft(keys, size))
     y, total = torch.zeros(n, H, D, dtype=torch.float64), torch.zeros(n, H, dtype=torch.float64)
@@ -99,10 +100,10 @@ def margins(model: Decoder, tokens: Tensor, wanted: Tensor) -> Tensor:
         if not here.any():
             continue
         scores = scores_of(model, q[i], k[which], row[-1] - rows, cols)  # (groups, H, cols)
-        scores[rows == row[-1], :, : int(col.max())] = -math.inf  # a token sees none behind it
+        scores[rows == row[-1], :, :last] = -math.inf  # a token sees none behind it
         weights = torch.fft.rfft((scores - scores.max()).exp_(), size)
         for weight, keys, value in zip(weights, spectra, v[which], strict=True):
-            sums = torch.fft.irfft(weight * keys, size)[:, int(col.max()) : int(col.max()) + n].T[here]  # (here, H)
+            sums = torch.fft.irfft(weight * keys, size)[:, last : last + n].T[here]  # (here, H)
             total[here] += sums
             y[here] += sums[..., None] * value
     leads = []
@@ -110,8 +111,7 @@ def margins(model: Decoder, tokens: Tensor, wanted: Tensor) -> Tensor:
         part = slice(start, start + 2**14)
         x = model.embed(ours[part]) + block.attention.out((y[part] / total[part, :, None]).flatten(1).float())
         x = x + block.mlp(block.mlp_norm(x))
-        logits, right = model.head(model.norm(x)), wanted[part, None]
-        leads.append((logits.gather(1, right) - logits.scatter(1, right, -math.inf).amax(1, keepdim=True))[:, 0])
+        leads.append(lead_of(model.head(model.norm(x)), wanted[part]))
     return torch.cat(leads)
 
 
@@ -139,7 +139,6 @@ def evaluate(run: str, model: Decoder, trained: dict, task: str, length: int, co
         "task": task,
         "length": length,
         "wrong_tokens": int((lead <= 0).sum()),
-        "first_error": next(iter((lead <= 0).nonzero()[:, 0].tolist()), None),
         "margin": lead.min().item(),
         "weakest": int(lead.argmin()),
         "seconds": round(seconds, 1),
@@ -155,17 +154,7 @@ def main() -> None:
     runs = [(run, *checkpoint.load_run(run, block_size=longest)) for run in config.runs]
     for run, model, trained in runs:  # all are checked first
         check_kind(run, model, trained)
-    columns = (
-        "seed",
-        "task",
-        "length",
-        "wrong_tokens",
-        "margin",
-        "weakest",
-        "seconds",
-        "windows_margin",
-        "of_the_model",
-    )
+    columns = "seed task length wrong_tokens margin weakest seconds windows_margin of_the_model".split()
     widths = (5, 16, 12, 14, 9, 12, 9, 16, 14)
     print("".join(f"{name:>{width}}" for name, width in zip(columns, widths, strict=True)))
     for run, model, trained in runs:
