@@ -48,7 +48,7 @@ class CopyConfig:
     max_length: int = 20  # lengths of strings are uniform in [1, max_length], in tokens; multiline: breaks included
     noise: float = 0.1  # share of training strings drawn from 32 symbols, not 2
     repeat_p: float = 0.9  # repeat-structure: probability that a token of the repeated base is left as it is
-    closing_weight: float = 1.0  # of the separator that ends a copy in the training loss; symbols have 1
+    closing_weight: float = 1.0  # of separators in the training loss, which end a copy or its lines; symbols have 1
     separator: Literal["<n>", "*"] = "<n>"  # token that ends a line; "*" is none that 2D-RoPE's rule knows
 
     def __post_init__(self):

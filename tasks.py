@@ -38,7 +38,7 @@ def copy_task(config: CopyConfig, batch_size: int, seed: int, block_size: int, v
 
     breaks, weight = break_table(data_copy.TOKEN_BYTES, vocab_size), None
     if config.closing_weight != 1:
-        weight = torch.ones(breaks.shape[1])  # a separator is a target only where it ends a copy
+        weight = torch.ones(breaks.shape[1])  # a separator is a target where it ends a copy or a line of it
         weight[data_copy.SEPARATORS[config.separator]] = config.closing_weight
     return Task(batch, breaks, {"vocabulary": data_copy.VOCAB}, weight=weight)
 
