@@ -9,9 +9,9 @@ tokenizer = "bytes"
 text_task = "imbalanced"
 text_max_length = 64  # symbols, "0" and "1"
 
-dtype = "bfloat16"
+dtype = "float32"
 batch_size = 32
-max_steps = 300
+max_steps = 900
 learning_rate = 1e-3
 min_lr = 0.0
 warmup_steps = 50

@@ -13,16 +13,16 @@ train_data = "data/toy/train"
 val_data = "data/toy/val"
 
 pos_encoding = "2d-rope"
-n_layer, n_head, n_embd, mlp_dim = 6, 4, 256, 768
+n_layer, n_head, head_dim, n_embd, mlp_dim = 4, 3, 64, 192, 576
 block_size = 4096
 tie_weights = True
 
-dtype = "bfloat16"
-batch_size = 16  # sequences of 512 bytes
+dtype = "float32"
+batch_size = 8  # sequences of 512 bytes
 max_steps = 500
 schedule = "wsd"
 learning_rate = 2e-3
-warmup_steps = 100
+warmup_steps = 50
 weight_decay = 0.1
 eval_interval = 100
 eval_steps = 16
