@@ -371,6 +371,8 @@ def text_losses(config: EvalConfig, with_starts: bool = False) -> list[dict]:
             "bits_per_byte": losses.sum().item() * corpus.length / math.log(2) / n_bytes,
         }
         rows.append(about(run, trained) | facts)
+        if with_starts:
+            rows[-1]["start"] = trained["init_from"]
     return rows
 
 

@@ -83,14 +83,15 @@ def pyplot():
 
 def plot(rows: Sequence[dict], path: Path) -> None:
     """Exact match against length with Wilson intervals, and below it the smallest margin: how far a model is from
-    failing. One panel a task (or what rows name as their `panel`), one line an encoding; seeds and template kinds are
+    failing. One panel a task and template kind (or what rows name as their `panel`), one line an encoding; seeds are
     pooled. Rows of several repeat_p: against that, one panel a length."""
     over_p = len({row.get("repeat_p") for row in rows} - {None}) > 1
     if over_p:
         rows = [row for row in rows if row.get("repeat_p") is not None]
     panels: dict[str, list[dict]] = {}  # title -> rows
     for row in rows:
-        title = f"length {interval(row)}" if over_p else row.get("panel", row["task"])
+        named = row.get("panel") or ", ".join(filter(None, (row["task"], row.get("kind"))))
+        title = f"length {interval(row)}" if over_p else named
         panels.setdefault(title, []).append(row)
     encodings = list(dict.fromkeys(row["pos_encoding"] for row in rows))
     lengths = None if over_p else sorted({row["length"] for row in rows})
@@ -159,21 +160,36 @@ def label_panels(column: Sequence, title: str, lengths: Sequence[int] | None, tr
 
 
 def plot_losses(rows: Sequence[dict], path: Path) -> None:
-    """The validation losses of training, validation.jsonl, against the step: a line a run. A run that was stopped
+    """The loss on text against the step: a line a run. Of finetuned runs, whose rows name their `start`, from the loss
+    before finetuning to the one after; else the validation losses of training, validation.jsonl. A run that was stopped
     before its first validation stands in the legend alone."""
     figure, panel = pyplot().subplots(figsize=(5.6, 3.6))
-    for row in rows:
-        folder = Path(row["run"]) if Path(row["run"]).is_dir() else Path(row["run"]).parent
-        file = folder / "validation.jsonl"
-        text = file.read_text() if file.exists() else ""
-        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]  # a kill may tear
-        last = f"{lines[-1]['val_loss']:.3f}" if lines else "not validated yet"
-        steps, losses = [line["step"] for line in lines], [line["val_loss"] for line in lines]
+    before = {row["run"]: row["loss"] for row in rows if row["step"] == 0}
+    encodings = list(dict.fromkeys(row["pos_encoding"] for row in rows))
+    for i, row in enumerate(rows):
+        if before and row.get("start") in before:
+            points = [(0, before[row["start"]]), (row["step"], row["loss"])]
+        elif before:
+            continue
+        else:
+            points = validations(row["run"])
+        last = f"{points[-1][1]:.3f}" if points else "not validated yet"
         label = f"{row['pos_encoding']}, seed {row['seed']}: {last}"
-        panel.plot(steps, losses, marker="o", markersize=3, label=label)
-    panel.set(xlabel="optimizer step", ylabel="validation loss, nats a token")
+        style = {"color": f"C{encodings.index(row['pos_encoding']) if before else i}", "marker": "o", "markersize": 3}
+        panel.plot(*zip(*points, strict=True) if points else ([], []), label=label, **style)
+    panel.set(
+        xlabel="optimizer step", ylabel="loss on text, nats a token" if before else "validation loss, nats a token"
+    )
     panel.legend(frameon=False, fontsize=9)
     finish(figure, path)
+
+
+def validations(run: str) -> list[tuple[int, float]]:
+    """Steps and losses in a run's validation.jsonl."""
+    file = (Path(run) if Path(run).is_dir() else Path(run).parent) / "validation.jsonl"
+    text = file.read_text() if file.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]  # a kill may tear
+    return [(line["step"], line["val_loss"]) for line in lines]
 
 
 def finish(figure, path: Path) -> None:

@@ -375,6 +375,7 @@ def test_copies_and_losses_are_reported_together_with_what_the_run_started_from(
     before, after = json.loads((tmp_path / "losses.json").read_text())
     assert (row["run"], row["kind"], row["samples"]) == (str(tmp_path / "run"), "first", 2)
     assert [(r["run"], r["step"]) for r in (before, after)] == [(str(start), 0), (str(tmp_path / "run"), 2)]
+    assert after["start"] == str(start)
     config = EvalConfig(
         runs=(str(start), str(tmp_path / "run")), val_data=str(corpora / "val"), windows=4, device="cpu"
     )

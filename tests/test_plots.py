@@ -123,6 +123,25 @@ def test_losses_have_95_percent_intervals_and_the_last_value_in_the_legend(figur
     assert labels == ["0: 4.000", "1: 5.000", "2: not validated yet", "3: not validated yet"]
 
 
+def test_losses_of_finetuned_runs_go_from_before_to_after(figures, tmp_path):
+    row = dict(pos_encoding="rope", seed=0)
+    before = [row | dict(run=run, step=0, loss=loss, start="") for run, loss in (("a", 2.0), ("b", 3.0))]
+    after = [
+        row | dict(run=r, step=9, loss=x, start=s) for r, x, s in (("c", 1.5, "a"), ("d", 1.75, "a"), ("e", 4, "b"))
+    ]
+    gone = row | dict(run="f", step=9, loss=5.0, start="gone")
+    plot_losses([before[0], *after[:2], before[1], after[2], gone], tmp_path / "plot.png")
+    (panel,) = figures[0].axes
+    lines = [line.get_xydata().tolist() for line in panel.get_lines()]
+    assert lines == [[[0, 2], [9, 1.5]], [[0, 2], [9, 1.75]], [[0, 3], [9, 4]]]
+
+
+def test_kinds_of_prompts_have_panels_of_their_own(figures, tmp_path):
+    plot([row | {"kind": kind} for row in MADE for kind in ("first", "own-line")], tmp_path / "plot.png")
+    titles = [panel.get_title() for panel in figures[0].axes]
+    assert titles == ["uniform, first", "uniform, own-line"]
+
+
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match="pip install matplotlib"):
