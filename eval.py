@@ -51,7 +51,7 @@ class EvalConfig:
 
     runs: tuple[str, ...] = ()  # run directories or checkpoint files
     checkpoint: Literal["last", "best"] = "last"  # which of a run directory's
-    tasks: tuple[str, ...] = ("imbalanced", "recursive-flip", "uniform")  # strings to copy
+    tasks: tuple[str, ...] = ("imbalanced", "recursive-flip", "uniform")  # to copy; none: what each run is trained on
     kinds: tuple[str, ...] = data_text.KINDS  # in text: where in the prompt the string stands
     lengths: tuple[int | str, ...] = (20, 320)  # tokens; in text symbols, points, lines; or intervals, 26-50
     samples: tuple[int, ...] = (20,)  # strings for each task and length; one number for all lengths, or one for each
@@ -81,8 +81,8 @@ class EvalConfig:
             raise ValueError(f"repeat_p={self.repeat_p}: expected shares between 0 and 1")
         if not self.runs:
             raise ValueError("nothing to evaluate: give --runs=DIR[,DIR]")
-        if not self.val_data and not (self.tasks and self.lengths):
-            raise ValueError("nothing to evaluate: give at least one of tasks and lengths")
+        if not self.val_data and not self.lengths:
+            raise ValueError("nothing to evaluate: give --lengths=N[,N]")
         if len(self.samples) not in (1, len(self.lengths)):
             n = len(self.lengths)
             raise ValueError(f"samples={self.samples}: expected one number, or one for each of {n} lengths")
@@ -279,17 +279,18 @@ def cells_of(run: str, model: Decoder, trained: dict, config: EvalConfig) -> lis
     lengths = [plots.parse_length(length) for length in config.lengths]
     samples = config.samples * len(lengths) if len(config.samples) == 1 else config.samples
     in_text = "tokenizer" in trained["data"]
-    known = data_text.TEXT_TASKS if in_text else data_copy.TASKS
-    for task in config.tasks:
-        if task not in known:
-            raise ValueError(f"tasks: {task!r} is not one of {', '.join(known)}")
     if in_text and trained["task"] != "finetune":
         raise ValueError(f"{run}: not finetuned on copying; --val_data, or sample.py, shows what it knows")
+    known = data_text.TEXT_TASKS if in_text else data_copy.TASKS
+    tasks = config.tasks or (trained["text_task" if in_text else "copy_task"],)
+    for task in tasks:
+        if task not in known:
+            raise ValueError(f"tasks: {task!r} is not one of {', '.join(known)}")
     if in_text and (not config.kinds or set(config.kinds) - set(data_text.KINDS)):
         raise ValueError(f"kinds={config.kinds}: expected some of {', '.join(data_text.KINDS)}")
     lines = []
     for kind in config.kinds if in_text else (None,):
-        for task in config.tasks:
+        for task in tasks:
             for p in config.repeat_p if task == "repeat-structure" else config.repeat_p[:1]:
                 lines.append([Cell(task, kind, p, *b, n) for b, n in zip(lengths, samples, strict=True)])
     for line in lines:

@@ -37,7 +37,7 @@ class SweepConfig:
     # rope/4-layers, stands in the line `label` of the table and the column `group`.
     runs: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)  # of the weights, the data's order and the drawn frequencies
-    tasks: tuple[str, ...] = ("imbalanced", "recursive-flip")  # strings to test on
+    tasks: tuple[str, ...] = ("imbalanced", "recursive-flip")  # to test on; none: what each run is trained on
     lengths: tuple[int | str, ...] = (20, 40, 80, 160, 320, 640, 1280, 2560, 5120, 10240, 20480)  # tokens, rising
     samples: tuple[int, ...] = (50, 20, 20, 10, 10, 10, 4, 4, 2, 1, 1)  # strings for each task and length
     stop: Literal["failure", "zero"] = "failure"  # no longer strings behind a wrong copy, or where none was right
@@ -182,7 +182,7 @@ def report(config: SweepConfig) -> str:
     text = table(config, rows)
     configurator.write_json(out / "rows.json", rows)
     (out / "table.md").write_text(text)
-    for task in config.tasks:
+    for task in dict.fromkeys(row["task"] for row in rows):
         points = curves(config, [row for row in rows if row["task"] == task])
         if points:
             plots.plot(points, out / f"{task}.png")

@@ -383,6 +383,13 @@ def test_copies_and_losses_are_reported_together_with_what_the_run_started_from(
     assert before["loss"] != after["loss"] and (tmp_path / "losses.png").exists()
 
 
+def test_without_tasks_each_run_is_asked_what_it_was_trained_on(tmp_path):
+    in_text = dict(task="finetune", tokenizer="bytes", text_task="recursive-flip", symbols=("x", "y"))
+    runs = [save(tmp_path / "twice", copier(0.9), copy_task="twice"), save(tmp_path / "text", text_copier(), **in_text)]
+    rows = rows_of(*runs, tasks="()", lengths="3", samples="2", kinds="first")
+    assert [row["task"] for row in rows] == ["twice", "recursive-flip"]
+
+
 def test_passages_are_cut_from_the_runs_source_or_the_one_given_and_scored_by_line_and_edit(tmp_path):
     letters = str.maketrans("01", "xy")
     for name, first in (("one", "x"), ("two", "y")):  # the copier knows these letters alone, and one line
@@ -410,7 +417,7 @@ def test_passages_are_cut_from_the_runs_source_or_the_one_given_and_scored_by_li
     "run, knob, match",
     [
         ("rope", "runs=()", "nothing to evaluate: give --runs=DIR"),
-        ("rope", "tasks=()", "nothing to evaluate: give at least one of tasks and lengths"),
+        ("rope", "lengths=()", "nothing to evaluate: give --lengths=N"),
         ("rope", "tasks=copy", "tasks: 'copy' is not one of imbalanced, .*, twice$"),
         ("text", "tasks=copy", "tasks: 'copy' is not one of imbalanced, .*, lists"),
         ("text", "kinds=last", "kinds=.*expected some of own-line"),
