@@ -285,14 +285,7 @@ def find_run(out: Path, init: str, schedule: str, max_steps: int) -> dict | None
 # Knobs that may change when a run goes on: they do not change what is computed, up to rounding.
 MAY_CHANGE = {"out_dir", "init", "grad_accum", "eval_interval", "eval_steps", "checkpoint_interval", "device"}
 MAY_CHANGE |= {"compile", "recompute", "wandb"}
-MAY_CHANGE |= {
-    "tokenizer",
-    "train_data",
-    "val_data",
-    "chats",
-    "val_chats",
-    "text_source",
-}  # where data with fingerprints is
+MAY_CHANGE |= {"tokenizer", "train_data", "val_data", "chats", "val_chats", "text_source"}  # data has fingerprints
 
 
 def check_same_run(out: Path, saved: dict, config: Mapping[str, Any], data: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ class TrainConfig:
             used_by = users.get(name, ("finetune",))
             if getattr(self, name) and self.task not in used_by:
                 given = f"{name}={getattr(self, name)!r}: task={self.task!r} does not use it"
-                raise ValueError(f"{given}, {' and '.join(used_by)} does")
+                raise ValueError(f"{given}, it is for {' and '.join(used_by)}")
         if not 0 <= self.replay < 1:
             raise ValueError(f"replay={self.replay}: expected a share of at least 0 and less than 1")
         if self.grid_steps and self.init_from:

@@ -400,9 +400,9 @@ IMPOSSIBLE = {
         (dict(grad_clip=-1.0), "grad_clip=-1.0"),
         (dict(out=Path("a,b")), "out_dir='a,b': expected a folder without a comma"),
         # knobs that would do nothing
-        (dict(train_data="x"), "train_data='x': task='copy' does not use it, pretrain and finetune does"),
-        (dict(chats="x"), "chats='x': task='copy' does not use it, finetune does"),
-        (dict(replay=0.1), "replay=0.1: task='copy' does not use it, finetune does"),
+        (dict(train_data="x"), "train_data='x': task='copy' does not use it, it is for pretrain and finetune"),
+        (dict(chats="x"), "chats='x': task='copy' does not use it, it is for finetune"),
+        (dict(replay=0.1), "replay=0.1: task='copy' does not use it, it is for finetune"),
         (dict(grid_steps=5), "grid_steps=5 needs .*auto-2d-rope"),
         (AUTO | dict(auto_gate="sigmoid"), "grid_steps=5 needs .*auto-2d-rope"),
         (AUTO | dict(tie_weights=True), "grid_steps=5 with tie_weights=True"),
@@ -410,7 +410,7 @@ IMPOSSIBLE = {
     ],
     "pretrain": [
         (dict(train_data=""), "needs --train_data=DIR and --val_data=DIR"),
-        (dict(val_chats="x"), "val_chats='x': task='pretrain' does not use it, finetune does"),
+        (dict(val_chats="x"), "val_chats='x': task='pretrain' does not use it, it is for finetune"),
         (dict(train_data="nowhere"), "no shards .*nowhere"),
         (dict(block_size=40), "has sequences of 48 tokens: give --block_size=48"),
         (dict(eval_steps=1000), "val has [0-9]+ sequences, 8000 are needed: lower eval_steps or batch_size"),
@@ -429,7 +429,7 @@ IMPOSSIBLE = {
         (dict(train_data="x"), "replay=0.0 with train_data='x'"),
         (dict(train_data="x", replay=0.01), "replay=0.01 of batch_size=8 is no whole row"),
         (dict(train_data="x", replay=1.0), "replay=1.0: expected a share"),
-        (dict(val_data="x"), "val_data='x': task='finetune' does not use it, pretrain does"),
+        (dict(val_data="x"), "val_data='x': task='finetune' does not use it, it is for pretrain"),
         (AUTO | dict(init_from="auto"), "grid_steps=5 with init_from"),  # it would draw them anew
     ],
 }
