@@ -10,7 +10,7 @@ import platform
 import signal
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -206,11 +206,21 @@ def read(path: str | Path) -> dict:
     return saved
 
 
-FREQUENCIES = {"pos_encoding", "freqs", "freqs_seed", "freqs_learned", "rotary_fraction", "rope_theta"}
+# Weights that start anew where one of these knobs changes, by a part of their names.
+STARTS_ANEW = {
+    "rotary.": {"pos_encoding", "freqs", "freqs_seed", "freqs_learned", "rotary_fraction", "rope_theta"},
+    "col_embed.": {"pos_encoding"},
+    "log_n_scale": {"logit_scale"},
+}
+
+
+def starts_anew(name: str, changed: Collection[str]) -> bool:
+    return any(part in name and not knobs.isdisjoint(changed) for part, knobs in STARTS_ANEW.items())
 
 
 def load_model(saved: dict, device: str | torch.device = "cpu", **changes: Any) -> Decoder:
-    """The model in a checkpoint; `changes` replace values of its config. The encoding and its frequencies may change.
+    """The model in a checkpoint; `changes` replace values of its config. The encoding, its frequencies and
+    the scale of the logits may change; what these need starts anew.
     ValueError for changes that need weights of other shapes."""
     weights = saved["model"]
     model = Decoder(model_config_of(saved, **changes), weights["breaks"])
@@ -218,9 +228,8 @@ def load_model(saved: dict, device: str | torch.device = "cpu", **changes: Any) 
     for name in sorted(changed & {"tie_weights", "n_head", "n_kv_head", "head_dim"}):  # shapes alone do not show these
         theirs = f"the checkpoint's weights have {name}={saved['config'][name]}"
         raise ValueError(f"{name}={changes[name]}: {theirs}; leave it out, or train from scratch")
-    if changed & FREQUENCIES:  # frequencies are the new config's
-        own = {name: p for name, p in model.state_dict().items() if "rotary." in name}
-        weights = {name: p for name, p in weights.items() if "rotary." not in name} | own
+    weights = {name: p for name, p in weights.items() if not starts_anew(name, changed)}
+    weights |= {name: p for name, p in model.state_dict().items() if starts_anew(name, changed)}
     if changes:
         theirs, ours = ({n: getattr(p, "shape", ()) for n, p in side.items()} for side in (weights, model.state_dict()))
         if lines := configurator.diff(theirs, ours):
@@ -284,7 +293,7 @@ def find_run(out: Path, init: str, schedule: str, max_steps: int) -> dict | None
 
 # Knobs that may change when a run goes on: they do not change what is computed, up to rounding.
 MAY_CHANGE = {"out_dir", "init", "grad_accum", "eval_interval", "eval_steps", "checkpoint_interval", "device"}
-MAY_CHANGE |= {"compile", "recompute", "wandb"}
+MAY_CHANGE |= {"compile", "recompute", "wandb", "block_size"}
 MAY_CHANGE |= {"tokenizer", "train_data", "val_data", "chats", "val_chats", "text_source"}  # data has fingerprints
 
 

@@ -140,6 +140,11 @@ def noise_alphabet(keys: Sequence[int]) -> str:
     return "".join(LETTERS[i] for i in permute(np.arange(size), len(LETTERS), random_bits(*keys, 11)))
 
 
+def counts_of(task: str) -> str:
+    """What the length of a task's sources counts."""
+    return "points" if task == "lists" else "lines or characters" if task in DOCUMENTS else "symbols"
+
+
 def length_bounds(config: TextCopyConfig, stream: str) -> tuple[int, int]:
     """Least and greatest length of a source, in symbols or points."""
     if config.text_task in DOCUMENTS:
@@ -313,7 +318,9 @@ def check_lengths(config: TextCopyConfig, encode: Callable[[list], Chat], longes
         if config.text_task == "lists":  # no number has more characters
             most = ", ".join(["-3.50"] * high)
         elif config.text_task in DOCUMENTS:  # no line has more bytes
-            most = "\n".join(["x " * (LONGEST_LINE // 2)] * high) if config.text_unit == "lines" else "\u20ac" * high
+            most = (
+                "\n".join(["x " * (LONGEST_LINE // 2)] * high) if config.text_unit == "lines" else "\U0001f600" * high
+            )
         messages = [message | {"content": message["content"].replace(source, most)} for message in messages]
         tokens = max(tokens, len(encode(messages)[0]) - 1)
     if tokens > longest:

@@ -164,22 +164,34 @@ def judge_text(model: Decoder, tokenizer: Tokenizer, records: Sequence[dict], fr
     if not free:
         return judge(model, *data_text.pad_chats(chats), chunk)
     prompts = [ids[: int(loss_mask.argmax())].tolist() for ids, loss_mask in chats]
-    longest = max(int(loss_mask.sum()) for _, loss_mask in chats)
-    model.check_length(max(map(len, prompts)) + longest)
-    new = generate(model, prompts, longest, chunk=chunk)
-    written = torch.stack([token.cpu() for token in new], dim=1)  # (N, longest)
+    limits, end = [answer_limit(record) for record in records], int(chats[0][0][chats[0][1]][-1])
+    written, ended = [], torch.zeros(len(records), dtype=torch.bool)
+    for new in generate(model, prompts, max(limits), chunk=chunk):
+        written.append(new.cpu())
+        ended |= written[-1] == end
+        if ended.all():
+            break
     verdicts = []
-    for record, (ids, loss_mask), row in zip(records, chats, written.tolist(), strict=True):
-        end = int(ids[loss_mask][-1])
+    for record, limit, row in zip(records, limits, torch.stack(written, dim=1).tolist(), strict=True):
+        row = row[:limit]
         ended = end in row
-        answer = tokenizer.decode(row[: row.index(end)] if ended else row)
-        score = data_text.score(record, answer)
-        first = score.first_error if not score.correct else None if ended else score.total
-        errors = score.total - score.right + (not ended or score.reason in ("form", "too long"))
-        passage = record["metadata"]["task"] in data_text.DOCUMENTS
-        extra = data_text.passage_scores(record, answer) if passage else (None, None)
-        verdicts.append(Verdict(score.total + 1, errors, first, math.nan, None, *extra))
+        verdicts.append(verdict_on(record, tokenizer.decode(row[: row.index(end)] if ended else row), ended))
     return verdicts
+
+
+def verdict_on(record: dict, answer: str, ended: bool = True) -> Verdict:
+    """Of an answer in text: targets are its symbols or points, as data_text.score counts them, and its end."""
+    score = data_text.score(record, answer)
+    first = score.first_error if not score.correct else None if ended else score.total
+    errors = score.total - score.right + (not ended or score.reason in ("form", "too long"))
+    passage = (record.get("metadata") or {}).get("task") in data_text.DOCUMENTS
+    extra = data_text.passage_scores(record, answer) if passage else (None, None)
+    return Verdict(score.total + 1, errors, first, math.nan, None, *extra)
+
+
+def answer_limit(record: dict) -> int:
+    """Tokens that an answer may have: no tokenizer needs more than its bytes and the end for the right one."""
+    return len(record["messages"][-1]["content"].encode()) + 1
 
 
 def verdict(wrong: torch.Tensor, lead: torch.Tensor | None = None) -> Verdict:
@@ -190,7 +202,7 @@ def verdict(wrong: torch.Tensor, lead: torch.Tensor | None = None) -> Verdict:
 
 
 def examples_of(run: str, trained: dict, cell: Cell, config: EvalConfig) -> tuple[list, list[int]]:
-    """The strings of a cell, or in text its chats, and how many tokens the model sees of each."""
+    """The strings of a cell, or in text its chats, and how many tokens the model sees of each, at most."""
     if cell.kind is None:
         bounds = cell.low, cell.high, cell.samples, config.eval_seed, cell.repeat_p
         sources = data_copy.evaluation_strings(cell.task, *bounds)
@@ -199,7 +211,10 @@ def examples_of(run: str, trained: dict, cell: Cell, config: EvalConfig) -> tupl
     text = TextCopyConfig(cell.task, tuple(trained["symbols"]), cell.kind, cell.low, cell.high, cell.repeat_p)
     text.text_unit, text.text_source = trained["text_unit"], config.text_source or tuple(trained["text_source"])
     chats = list(data_text.text_examples(text, cell.samples, config.eval_seed, "evaluation"))
-    return chats, [len(tokenizer.chat(chat["messages"])[0]) - 1 for chat in chats]
+    if not config.free_running:
+        return chats, [len(tokenizer.chat(chat["messages"])[0]) - 1 for chat in chats]
+    longest = max(map(answer_limit, chats))  # those that are decoded together are so for as many steps
+    return chats, [int(tokenizer.chat(chat["messages"])[1].argmax()) + longest - 1 for chat in chats]
 
 
 def evaluate(run: str, model: Decoder, trained: dict, cell: Cell, config: EvalConfig, bar: tqdm | None = None) -> dict:
@@ -241,7 +256,7 @@ def row_of(cell: Cell, mode: str, results: Sequence[Verdict]) -> dict:
     """A row of the report, from the verdicts on its strings."""
     hits, n = sum(v.errors == 0 for v in results), len(results)
     low, high = plots.wilson(hits, n)
-    decoded = mode == "free-running"  # without logits
+    decoded = math.isnan(results[0].margin)  # without logits
     passages = [v for v in results if v.similarity is not None]
     return {
         "task": cell.task,
@@ -264,10 +279,14 @@ def row_of(cell: Cell, mode: str, results: Sequence[Verdict]) -> dict:
     }
 
 
-def longest_trained(trained: dict) -> int:
-    """Tokens, symbols or points of the longest string in training."""
+def longest_trained(trained: dict, task: str) -> int | None:
+    """Tokens, or symbols, points, lines or characters of the longest string in training; None where that was of another
+    kind than `task`, or from a file."""
     if trained["task"] != "finetune":
         return trained["max_length"]
+    counted = [data_text.counts_of(name) for name in (task, trained["text_task"])]
+    if counted[0] != counted[1] or trained["chats"]:
+        return None
     names = ("text_task", "text_max_length", "text_unit")
     text = TextCopyConfig(**{name: trained[name] for name in names})
     return data_text.length_bounds(text, "train")[1]
@@ -323,7 +342,7 @@ def copy_accuracy(config: EvalConfig) -> list[dict]:
                 bar.set_description(f"{trained['pos_encoding']} {cell.task} {cell.high}")
                 with checkpoint.autocast(device, config.dtype):
                     row = evaluate(run, model, trained, cell, config, bar)
-                facts = {"trained_to": longest_trained(trained), "dtype": config.dtype}
+                facts = {"trained_to": longest_trained(trained, cell.task), "dtype": config.dtype}
                 rows.append(about(run, trained) | facts | row)
                 if config.stop == "failure" and row["exact_match"] < 1:
                     break
@@ -345,7 +364,7 @@ def text_losses(config: EvalConfig, with_starts: bool = False) -> list[dict]:
         if start and not Path(start).exists():
             print(f"{run} started from {start}, which is gone: no loss before finetuning")
         elif start and start not in [other for other, *_ in work]:
-            before = hf.load_start(start, {})[0].to(device).eval()
+            before = hf.load_start(start, {"block_size": model.config.block_size})[0].to(device).eval()
             was = trained | {"steps_done": 0, "pos_encoding": before.config.pos_encoding}
             work.append((start, before, was, tokenizer, corpus))
         work.append((run, model, trained, tokenizer, corpus))
@@ -383,15 +402,17 @@ def unused_knobs(config: EvalConfig, copies: bool) -> dict[str, str]:
         names = "tasks kinds lengths samples eval_seed repeat_p stop free_running chunk batch_tokens".split()
         return dict.fromkeys(names, "copies, not for the loss on val_data")
     unused = {} if config.val_data else {"windows": "val_data"}
-    if not set(config.tasks) & set(data_text.DOCUMENTS):
+    if config.tasks and not set(config.tasks) & set(data_text.DOCUMENTS):
         unused["text_source"] = "passages (tasks=documents, prose, ...)"
-    if "repeat-structure" not in config.tasks:
+    if config.tasks and "repeat-structure" not in config.tasks:
         unused["repeat_p"] = "tasks=repeat-structure"
     return unused
 
 
 def report(config: EvalConfig, name: str, rows: list[dict], table: Callable, plot: Callable) -> None:
     """Writes and prints the rows, on rank 0."""
+    if not rows:
+        raise ValueError("nothing was evaluated: give at least one of lengths")
     if rank_and_world()[0] == 0:
         path = Path(config.out_dir) / f"{name}.json"
         configurator.write_json(path, rows)

@@ -156,10 +156,11 @@ def load(folder: str | Path, device: str | torch.device = "cpu", **changes) -> D
         raise RuntimeError(f"{folder / 'tokenizer.json'}: {sizes}: put the model's own there")
     model = Decoder(config, rope2d.break_table(token_bytes, config.vocab_size))
 
+    changed = {name for name in changes if changes[name] != getattr(trained, name)}
+
     def starts_anew(name: str) -> bool:
-        if "rotary." in name:
-            return not ours or bool(checkpoint.FREQUENCIES & changes.keys())
-        return name.endswith("log_n_scale") and trained.logit_scale == "none" or name == "model.breaks" and not ours
+        absent = not ours and ("rotary." in name or name == "model.breaks")
+        return absent or checkpoint.starts_anew(name, changed)
 
     homes = {name: home for name, home in tensors(model).items() if not starts_anew(name)}
     found = {name: part for name, part in read_weights(folder).items() if not starts_anew(name)}
@@ -185,7 +186,9 @@ def load_start(path: str, changes: dict[str, Any]) -> tuple[Decoder, dict]:
     and the fingerprint of its tokenizer or vocabulary."""
     folder = Path(path)
     if (folder / "config.json").exists():
-        return load(folder, **changes), {"tokenizer": load_tokenizer(path).fingerprint}
+        words = read_json(folder / "config.json").get("vocabulary")  # of a copy run
+        known = {"vocabulary": words} if words else {"tokenizer": load_tokenizer(path).fingerprint}
+        return load(folder, **changes), known
     saved = checkpoint.read(folder / "last.pt" if folder.is_dir() else folder)
     return checkpoint.load_model(saved, **changes), saved["data"]
 
@@ -202,7 +205,11 @@ def save(model: Decoder, tokenizer: str | list[str] | None, folder: str | Path) 
     if "auto-2d-rope" in encodings:
         hint = "transformers' position ids cannot say what a learned grid is; eval.py and sample.py read the run itself"
         raise ValueError(f"pos_encoding={c.pos_encoding!r} cannot be exported: {hint}")
-    qwen3 = encodings == {"rope"} and all(getattr(c, name) == only for name, only in QWEN3.items())
+    qwen3 = (
+        encodings == {"rope"}
+        and not isinstance(tokenizer, list)
+        and all(getattr(c, name) == only for name, only in QWEN3.items())
+    )
     files = {} if tokenizer is None else tokenizer_files(tokenizer, model)
     if not qwen3:
         for name in ("modeling_nano2d.py", "rope2d.py"):
@@ -213,7 +220,9 @@ def save(model: Decoder, tokenizer: str | list[str] | None, folder: str | Path) 
         with configurator.atomic(folder / name) as file:
             file.write(content)
     config = config_json(model, qwen3)
-    if isinstance(tokenizer, str):
+    if isinstance(tokenizer, list):
+        config["vocabulary"] = tokenizer
+    elif tokenizer is not None:
         load_tokenizer.cache_clear()  # it may know the tokenizer that was here before
         config["tokenizer_fingerprint"] = load_tokenizer(str(folder)).fingerprint
     configurator.write_json(folder / "config.json", config)

@@ -152,7 +152,7 @@ def label_panels(column: Sequence, title: str, lengths: Sequence[int] | None, tr
         bottom.set(xscale="log", xlabel="length of the string")
         rotation = 60 if len(lengths) > 6 else 0
         bottom.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=rotation, fontsize=8)
-        bottom.set_xlim(left=lengths[0] / 2)
+        bottom.set_xlim(lengths[0] / 2, lengths[-1] * 1.3)
     for panel in column:
         panel.minorticks_off()
         if lengths and trained_to:

@@ -336,7 +336,7 @@ def start_run(
     if saved:
         checkpoint.check_same_run(out, saved, resolved, task.fingerprint)
     if saved:
-        model = checkpoint.load_model(saved)
+        model = checkpoint.load_model(saved, block_size=model_config.block_size)
     elif model is None:
         model = Decoder(model_config, task.breaks)
     run = Run(config, task, model, resolved, saved)

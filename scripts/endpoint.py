@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 import configurator
 from data_text import KINDS, TextCopyConfig, read_jsonl, score, text_examples
-from plots import parse_length, plot, pyplot, table, wilson
+from eval import Cell, row_of, verdict_on
+from plots import parse_length, plot, pyplot, table
 
 REFUSED, WRONG_ADDRESS = (400, 413, 422), (401, 403, 404)  # status: of one prompt alone, and of all
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what reading odd JSON raises
@@ -92,32 +93,28 @@ class EndpointConfig:
             raise ValueError(f"extra={self.extra!r}: expected no messages, model or stream in it")
 
 
-def generated(config: EndpointConfig) -> list[tuple[dict, list[dict]]]:
+def generated(config: EndpointConfig) -> list[tuple[Cell, list[dict]]]:
     """What each row is about and its records: the strings that eval.py has."""
     groups = []
     samples = config.samples if len(config.samples) > 1 else config.samples * len(config.lengths)
     for task in config.tasks:
-        repeats = task == "repeat-structure"
-        for p in config.repeat_p if repeats else config.repeat_p[:1]:
+        for p in config.repeat_p if task == "repeat-structure" else config.repeat_p[:1]:
             for kind in config.kinds:
                 for length, n in zip(config.lengths, samples, strict=True):
-                    low, high = parse_length(length)
-                    text = TextCopyConfig(task, config.symbols, kind, low, high, p)
+                    cell = Cell(task, kind, p, *parse_length(length), n)
+                    text = TextCopyConfig(task, config.symbols, kind, cell.low, cell.high, p)
                     text.text_source = config.text_source
-                    about = {"task": task, "kind": kind, "repeat_p": p if repeats else None}
-                    about |= {"length": high, "min_length": low}
-                    groups.append((about, list(text_examples(text, n, config.eval_seed, "evaluation"))))
+                    groups.append((cell, list(text_examples(text, n, config.eval_seed, "evaluation"))))
     return groups
 
 
-def from_file(path: str) -> list[tuple[dict, list[dict]]]:
+def from_file(path: str) -> list[tuple[Cell, list[dict]]]:
     """The same of a file of chats, which makes one row."""
     records = read_jsonl(path)
     for number, record in enumerate(records, 1):
         record["id"] = str(record.get("id", number))
     lengths = [score(record, "").total for record in records]  # in symbols, points or characters
-    about = {"task": Path(path).stem, "kind": None, "repeat_p": None}
-    return [(about | {"length": max(lengths), "min_length": min(lengths)}, records)]
+    return [(Cell(Path(path).stem, None, 0.9, min(lengths), max(lengths), len(records)), records)]
 
 
 def request_of(config: EndpointConfig, record: dict) -> dict:
@@ -236,12 +233,9 @@ def ask_all(config: EndpointConfig, prompts: dict[str, dict], path: Path) -> dic
     return outcomes
 
 
-def row_of(config: EndpointConfig, about: dict, records: list[dict], outcomes: list[dict]) -> dict:
-    """A row of the report, as eval.row_of's, from the answers among the outcomes, of which there is one at least."""
-    scores = [score(r, o["answer"]) for r, o in zip(records, outcomes, strict=True) if "answer" in o]
-    hits, n = sum(s.correct for s in scores), len(scores)
-    low, high = wilson(hits, n)
-    errors = sum(s.total - s.right + (s.reason in ("form", "too long")) for s in scores)
+def report_on(config: EndpointConfig, cell: Cell, records: list[dict], outcomes: list[dict]) -> dict:
+    """A row of the report, as eval.py's, from the answers among the outcomes, of which there is one at least."""
+    verdicts = [verdict_on(r, o["answer"]) for r, o in zip(records, outcomes, strict=True) if "answer" in o]
     name = config.model or Path(config.answers).stem
     return {
         "run": name,
@@ -249,16 +243,7 @@ def row_of(config: EndpointConfig, about: dict, records: list[dict], outcomes: l
         "seed": config.eval_seed,
         "trained_to": None,
         "step": None,
-        **about,
-        "mode": "answers" if config.answers else "endpoint",
-        "samples": n,
-        "exact_match": hits / n,
-        "exact_match_low": low,
-        "exact_match_high": high,
-        "token_error": errors / sum(s.total + 1 for s in scores),
-        "only_closing_wrong": sum(s.first_error == s.total for s in scores) / n,
-        "first_errors": [s.first_error for s in scores],
-        "margin": None,
+        **row_of(cell, "answers" if config.answers else "endpoint", verdicts),
         "seconds": round(sum(o.get("seconds", 0) for o in outcomes), 3),  # of all requests
         "refused": sum("refused" in o for o in outcomes),
         "failed": sum("failed" in o for o in outcomes),
@@ -281,12 +266,12 @@ def main(config: EndpointConfig) -> None:
         answers = read_answers(path, "id") if config.answers else ask_all(config, prompts, path)
     outcomes = {key: answers.get(key, {"failed": f"no answer in {path}"}) for key in prompts}
     rows, notes = [], []
-    for about, records in groups:
+    for cell, records in groups:
         own = [outcomes[key_of(config, record)] for record in records]
         if any("answer" in outcome for outcome in own):
-            rows.append(row_of(config, about, records, own))
+            rows.append(report_on(config, cell, records, own))
         else:
-            notes.append(f"{about['task']}, {about['kind']}, length {about['length']}: no answer, no row")
+            notes.append(f"{cell.task}, {cell.kind}, length {cell.high}: no answer, no row")
     configurator.write_json(out / "accuracy.json", rows)
     cut = sum(row["cut"] for row in rows)
     if cut:

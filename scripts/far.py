@@ -6,7 +6,7 @@ In one layer of 2D-RoPE a score depends on the two tokens and on the difference 
 pair of tokens the sum over all keys of a row is a convolution over columns, which a Fourier transform computes in
 n log n steps, in float64: the same attention as the model's, over all keys, not an approximation. The rest of the
 model is its own modules. As a check, windows of targets are also judged by the model itself, with all their keys; the
-largest difference of a margin between both is in the table.
+table has the smallest margins of these targets both ways.
 
 Writes far.json to out_dir, a row for each run, task and length.
 """
@@ -45,6 +45,9 @@ class FarConfig:
         checkpoint.check_seeds(eval_seed=self.eval_seed)
         if not self.runs or not self.tasks or not self.lengths or min(self.lengths) < 1:
             raise ValueError("nothing to evaluate: give --runs=DIR[,DIR], and --lengths of at least 1")
+        for task in self.tasks:
+            if task not in data_copy.STRINGS:
+                raise ValueError(f"tasks: {task!r} is not one of {', '.join(data_copy.STRINGS)}")
         if self.windows < 1 or self.window < 1:
             raise ValueError(f"windows={self.windows}, window={self.window}: expected at least 1 each")
 
@@ -55,8 +58,9 @@ def check_kind(run: str, model: Decoder, trained: dict) -> None:
     if c.n_layer > 1 or c.pos_encoding != "2d-rope" or c.logit_scale != "none" or c.kv_heads != c.n_head:
         kind = "one layer of 2d-rope, with logit_scale=none and as many key heads as query heads"
         raise ValueError(f"{run}: expected {kind}; eval.py judges every model")
-    if trained["separator"] != "<n>":
-        raise ValueError(f"{run}: separator={trained['separator']!r}: expected <n>, which makes the rows")
+    if trained["separator"] != "<n>" or c.grid_reset is not None:
+        given = f"separator={trained['separator']!r}, grid_reset={c.grid_reset}"
+        raise ValueError(f"{run}: {given}: expected <n>, which makes the rows, and None")
 
 
 def scores_of(model: Decoder, q: Tensor, k: Tensor, rows: Tensor, cols: Tensor) -> Tensor:
@@ -133,8 +137,10 @@ def evaluate(run: str, model: Decoder, trained: dict, task: str, length: int, co
     some = np.full_like(targets, IGNORE)
     some[0, inputs.shape[1] - len(wanted) + chosen] = wanted[chosen]
     own = judge(model, inputs, some, chunk=512)[0]
-    if own.errors != int((lead[chosen] <= 0).sum()):
-        raise RuntimeError(f"{run}, {task}, {length}: the model judges {own.errors} of {len(chosen)} targets otherwise")
+    wrong, margin = int((lead[chosen] <= 0).sum()), lead[chosen].min().item()
+    if own.errors != wrong or abs(own.margin - margin) > 0.1:
+        found = f"{wrong} wrong of {len(chosen)} targets, margin {margin:.3f}"
+        raise RuntimeError(f"{run}, {task}, {length}: {found}; the model itself: {own.errors}, {own.margin:.3f}")
     return {
         "task": task,
         "length": length,
@@ -143,7 +149,7 @@ def evaluate(run: str, model: Decoder, trained: dict, task: str, length: int, co
         "weakest": int(lead.argmin()),
         "seconds": round(seconds, 1),
         "windows": len(chosen),  # targets
-        "windows_margin": lead[chosen].min().item(),
+        "windows_margin": margin,
         "of_the_model": own.margin,
     }
 

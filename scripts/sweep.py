@@ -79,7 +79,7 @@ def all_runs(config: SweepConfig) -> list[Run]:
 
 def eval_flags(config: SweepConfig) -> list[str]:
     """What every run is tested on, as flags of eval.py."""
-    values = {name: ",".join(map(str, getattr(config, name))) for name in ("tasks", "lengths", "samples")}
+    values = {name: ",".join(map(str, getattr(config, name))) or "()" for name in ("tasks", "lengths", "samples")}
     return [*(f"--{name}={value}" for name, value in values.items()), f"--stop={config.stop}"]
 
 
@@ -164,8 +164,8 @@ def curves(config: SweepConfig, rows: list[dict]) -> list[dict]:
         seeds.setdefault(row["name"], set()).add(row["seed"])
     drawn = []
     for row in rows:
-        here = [other for other in rows if (other["name"], other["length"]) == (row["name"], row["length"])]
-        if len(here) < len(seeds[row["name"]]):
+        here = [other for other in rows if all(other[key] == row[key] for key in ("name", "length", "kind"))]
+        if {other["seed"] for other in here} != seeds[row["name"]]:
             continue
         panel = row["group"] or row["task"]
         done = sorted({len(seeds[other["name"]]) for other in rows if other["group"] == row["group"]})

@@ -118,6 +118,8 @@ def test_a_model_is_loaded_with_changes(tmp_path):
     assert torch.equal(other.rotary["rope"].phase, rope2d.Rotary("rope", 16, theta=77.0).phase)
     assert not other.rotary["rope"].log_scale.any()
     assert set(checkpoint.load_model(saved, pos_encoding="h-rope").rotary) == {"rope", "2d-rope"}
+    more = checkpoint.load_model(saved, pos_encoding="bipe", logit_scale="log_n")
+    assert more.col_embed.weight.std() > 0 and (more.blocks[0].attention.log_n_scale == 1).all()
     with pytest.raises(ValueError, match="n_layer.*the checkpoint's weights do not fit: blocks.2.*absent there"):
         checkpoint.load_model(saved, n_layer=3)
     model, trained = checkpoint.load_run(str(start))

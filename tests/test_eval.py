@@ -179,6 +179,7 @@ def test_a_row_counts_its_strings():
     wanted |= dict(lines_right=None, similarity=None, margin=-2.0, margins=[[0.5, 4], [-2.0, 3], [-0.25, 4], [-1.0, 0]])
     low, high = plots.wilson(1, 4)
     assert row == wanted | dict(exact_match_low=low, exact_match_high=high)
+    made = [v._replace(margin=math.nan) for v in made]
     row = row_of(Cell("repeat-structure", "first", 0.9, 4, 8, 4), "free-running", made)
     assert (row["kind"], row["repeat_p"], row["margin"], row["margins"]) == ("first", 0.9, None, None)
 
@@ -316,8 +317,12 @@ def test_rows_of_text_are_of_its_own_symbols_kinds_and_evaluation_stream(runs, m
     assert rows_of(runs["text"], **how | {"tasks": "lists"})[0]["mode"] == bound
     monkeypatch.setattr(load_tokenizer("bytes"), "name", "other")
     assert rows_of(runs["text"], **how)[0]["mode"] == bound
-    for task, longest in (("lists", 150), ("uniform", 1000)):
-        assert evaluation.longest_trained(trained | {"text_task": task, "text_max_length": 0}) == longest
+    for task, longest in (("lists", 150), ("uniform", 1000), ("code", 8)):
+        of_task = trained | {"text_task": task, "text_max_length": 0}
+        assert evaluation.longest_trained(of_task, task) == longest
+        assert evaluation.longest_trained(of_task | {"chats": "file.jsonl"}, task) is None
+        other = "lists" if task == "uniform" else "uniform"
+        assert evaluation.longest_trained(of_task, other) is None  # its lengths count something else
 
 
 def test_answers_are_scored_as_text_when_decoded_and_must_end(monkeypatch):
@@ -336,6 +341,39 @@ def test_answers_are_scored_as_text_when_decoded_and_must_end(monkeypatch):
     assert right[:3] == (4, 0, None) and wrong[:3] == (4, 1, 1) and long.first_error == 3 and long.errors >= 1
     assert short.first_error == 2 and short.errors >= 1
     assert endless[:3] == (4, 1, 3)  # all symbols are right, but it does not end
+
+
+def test_an_answer_may_have_as_many_tokens_as_bytes_whoever_is_decoded_beside_it(monkeypatch):
+    records = list(text_examples(TextCopyConfig(text_min_length=2, text_max_length=9), 6, 0, "evaluation"))
+    limits = [evaluation.answer_limit(record) for record in records]
+    assert limits == [len(record["messages"][1]["content"].encode()) + 1 for record in records] and len(set(limits)) > 1
+    steps = []
+
+    def generate(model, prompts, n, chunk):
+        assert n == max(limits)
+        for step in range(n):
+            steps.append(step)
+            done = [step >= min(limit - 1, 4) for limit in limits]
+            yield torch.tensor([BYTES.eos if end else 120 for end in done])
+
+    monkeypatch.setattr(evaluation, "generate", generate)
+    judge_text(text_copier(), BYTES, records, True, 512)
+    assert len(steps) == 5  # all have ended
+    monkeypatch.setattr(evaluation, "generate", lambda *_, **__: iter(torch.full((max(limits), 6), 48)))
+    together = judge_text(text_copier(), BYTES, records, True, 512)
+    assert together[0].targets == limits[0] and all(v.errors for v in together)
+    sizes = evaluation.examples_of("", {}, Cell("imbalanced", None, 0.9, 2, 9, 3), EvalConfig(runs=("x",)))[1]
+    assert sizes == [2 * len(s) + 5 for s in data_copy.evaluation_strings("imbalanced", 2, 9, 3, 0)]
+
+
+def test_nothing_is_written_where_nothing_was_evaluated(runs, corpora, tmp_path):
+    (tmp_path / "accuracy.json").write_text("before")
+    argv = [f"--runs={runs['text']}", "--tasks=imbalanced", "--lengths=()", f"--val_data={corpora / 'val'}"]
+    with pytest.raises(ValueError, match="nothing was evaluated"):
+        evaluation.report(
+            configurator.configure(EvalConfig, argv=[*argv, f"--out_dir={tmp_path}"]), "accuracy", [], 0, 0
+        )
+    assert (tmp_path / "accuracy.json").read_text() == "before"
 
 
 @pytest.mark.parametrize("knob", ["--stop=zero", "--chunk=4", "--windows=4", "--repeat_p=0.5,0.7"])
@@ -381,6 +419,11 @@ def test_copies_and_losses_are_reported_together_with_what_the_run_started_from(
     )
     assert [r["loss"] for r in evaluation.text_losses(config)] == [before["loss"], after["loss"]]
     assert before["loss"] != after["loss"] and (tmp_path / "losses.png").exists()
+
+
+def test_without_tasks_no_knob_of_a_task_is_refused():
+    config = EvalConfig(runs=("x",), tasks=())
+    assert not evaluation.unused_knobs(config, True).keys() & {"text_source", "repeat_p"}
 
 
 def test_without_tasks_each_run_is_asked_what_it_was_trained_on(tmp_path):

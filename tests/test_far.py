@@ -47,10 +47,25 @@ def test_rows_hold_the_whole_string_and_what_the_model_says_of_its_windows(tmp_p
 
 
 @pytest.mark.parametrize(
-    "knobs", [dict(n_layer=2), dict(pos_encoding="rope"), dict(logit_scale="log_n"), dict(separator="*")]
+    "knobs",
+    [dict(n_layer=2), dict(pos_encoding="rope"), dict(logit_scale="log_n"), dict(separator="*"), dict(grid_reset=7)],
 )
 def test_other_models_are_refused(tmp_path, knobs):
     run(tmp_path, **KNOBS | knobs)
     model, trained = checkpoint.load_run(str(tmp_path))
     with pytest.raises(ValueError, match="expected (one layer of 2d-rope|<n>)"):
         far.check_kind("run", model, trained)
+
+
+def test_copies_at_other_places_are_refused():
+    with pytest.raises(ValueError, match="tasks: 'twice' is not one of imbalanced"):
+        far.FarConfig(runs=("x",), tasks=("uniform", "twice"))
+
+
+def test_a_disagreement_with_the_model_is_an_error(tmp_path, monkeypatch):
+    run(tmp_path, **KNOBS)
+    model, trained = checkpoint.load_run(str(tmp_path))
+    margins = far.margins
+    monkeypatch.setattr(far, "margins", lambda *args: margins(*args) + 0.2)
+    with pytest.raises(RuntimeError, match="uniform, 40: .* wrong of 41 targets, margin .*; the model itself: "):
+        far.evaluate("run", model, trained, "uniform", 40, far.FarConfig(runs=("x",)))

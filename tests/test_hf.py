@@ -376,7 +376,7 @@ def write_tokenizer(folder, more=()) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(facts))
 
 
-@pytest.mark.parametrize("encoding", ["2d-rope", "h-rope", "auto-2d-rope", "nope", "alibi"])
+@pytest.mark.parametrize("encoding", ["2d-rope", "h-rope", "auto-2d-rope", "nope", "alibi", "bipe"])
 def test_rope_weights_go_into_another_encoding(folder, encoding):
     write_tokenizer(folder)
     rope = hf.load(folder)
@@ -542,6 +542,17 @@ def test_a_pipeline_copies_a_string_of_320(tmp_path):
     assert written.split() == data_copy.text(source).split()
     with pytest.raises(Exception, match="UNK"):
         pipe("Hello")
+
+
+@pytest.mark.parametrize("encoding", ["rope", "2d-rope"])
+def test_an_exported_copy_run_is_a_start_for_another(tmp_path, encoding):
+    run(tmp_path / "run", max_steps=1, pos_encoding=encoding, qk_norm=True)
+    model, trained = checkpoint.load_run(str(tmp_path / "run"))
+    hf.save(model, trained["data"]["vocabulary"], tmp_path / "hf")
+    start, known = hf.load_start(str(tmp_path / "hf"), {})
+    assert known == {"vocabulary": trained["data"]["vocabulary"]} == {"vocabulary": data_copy.VOCAB}
+    assert all(torch.equal(start.state_dict()[name], p) for name, p in model.state_dict().items())
+    run(tmp_path / "next", max_steps=2, init_from=str(tmp_path / "hf"))
 
 
 def test_lm_eval_measures_what_our_decoder_does(tmp_path, monkeypatch):

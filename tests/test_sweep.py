@@ -11,6 +11,7 @@ import pytest
 import configurator
 import plots
 import train
+from eval import EvalConfig
 from scripts import sweep
 from scripts.sweep import SweepConfig
 
@@ -31,7 +32,7 @@ def run(config: SweepConfig, monkeypatch) -> None:
 def row(name: str, seed: int, task: str, low: int, high: int, share: float) -> dict:
     label, _, group = name.partition("/")
     about = dict(name=name, label=label, group=group, seed=seed, task=task, min_length=low, length=high, margin=1.0)
-    return about | dict(exact_match=share, samples=4, trained_to=4)
+    return about | dict(exact_match=share, samples=4, trained_to=4, kind=None)
 
 
 @pytest.fixture
@@ -83,6 +84,9 @@ def test_what_is_started_and_not_again(calls, tmp_path, monkeypatch):
         expected.append(["eval.py", *tested, f"--runs={folder}", "--plot=False", out])
     assert calls == expected
     assert sweep.eval_flags(make(stop="failure"))[-1] == "--stop=failure"
+    for made in (make(tasks=()), make()):
+        parsed = configurator.configure(EvalConfig, argv=["--runs=x", *sweep.eval_flags(made)])
+        assert (parsed.tasks, parsed.lengths) == (made.tasks, made.lengths)
     names = [(r["name"], r["seed"]) for r in json.loads(Path("out/rows.json").read_text())[::2]]
     assert names == [("a/x", 1), ("a/x", 2), ("b/x", 1), ("b/x", 2)]
 
@@ -170,7 +174,7 @@ def test_wrong_values_are_refused_before_the_work(changes, match):
         SweepConfig(**dict(runs=("a/x", "b/x")) | changes)
 
 
-@pytest.mark.parametrize("name", ["figure4", "sweep_auto", "sweep_encodings"])
+@pytest.mark.parametrize("name", ["figure4", "sweep_auto", "sweep_encodings", "sweep_places"])
 def test_every_run_of_a_config_is_one_that_train_understands(name):
     config = configurator.configure(SweepConfig, argv=[f"config/{name}.py"])
     made = [configurator.configure(*train.CONFIGS, argv=shlex.split(run)[1:]) for run in config.runs]

@@ -371,6 +371,14 @@ def test_the_config_of_a_run_passed_back_in_is_the_run(tmp_path, capsys):
     torch.testing.assert_close(again, first["model"], rtol=0, atol=0)
 
 
+def test_a_longer_block_size_lets_a_run_go_on(tmp_path):
+    whole = run(tmp_path / "whole", max_steps=4)["model"]
+    run(tmp_path / "run", max_steps=4, block_size=400, checkpoint_interval=2)
+    checkpoint.save(torch.load(tmp_path / "run" / "last.pt") | {"step": 2}, tmp_path / "run" / "last.pt")
+    saved = run(tmp_path / "run", max_steps=4, block_size=500)
+    assert saved["config"]["block_size"] == 500 and saved["model"].keys() == whole.keys()
+
+
 def test_weights_of_another_vocabulary_or_tokenizer_are_no_start(tmp_path, start):
     run(tmp_path / "copies", max_steps=1, block_size=400)
     state = torch.load(start / "last.pt") | {"data": {"tokenizer": {"size": 257, "sha256": "0"}}}
