@@ -3,9 +3,9 @@
 # make transformers4  the tests of exported folders with transformers 4.57, in .venv-transformers4
 # make env    only sets up .venv, from requirements.txt
 # make seeds  the toy with eight seeds: out/toy_seeds/
-# make pretrain  a byte-level model of 5M parameters with rope, 2d-rope and h-rope: out/toy_pretrain/
+# make pretrain  byte-level models of 2M parameters, four encodings: out/toy_pretrain/; ten minutes each
 # make figure4  every encoding, 1, 4 and 12 layers, four seeds (the paper's Figure 4): out/figure4/; hours
-# make finetune  after pretrain: its models learn to copy strings in text, two seeds each: out/toy_finetune/
+# make finetune  after pretrain: its models learn to copy strings in text: out/toy_finetune/; 20 minutes each
 # make lists  after pretrain: its models learn to write lists of numbers: out/toy_lists/
 # OpenMP threads that spin while they wait slow each other ten-fold where anything else is running.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -13,6 +13,9 @@ PYTHON ?= python3
 PY := .venv/bin/python
 TOY := out/toy_copy
 SEEDS := out/toy_seeds
+ENCODINGS := rope h-rope 2d-rope 4d-rope
+# Encoding and seed of each finetuning. RoPE needs three times the steps to learn the lengths that it is trained on.
+FINETUNED := rope-0 h-rope-0 h-rope-1 2d-rope-0 2d-rope-1 4d-rope-0 4d-rope-1
 comma := ,
 list = $(subst $() ,$(comma),$(strip $(1)))
 
@@ -51,25 +54,24 @@ toy-data: data/text/val.jsonl.zst
 	  --packing=continue --out_dir=data/toy/$$part || exit 1; done
 
 pretrain: toy-data
-	for encoding in rope 2d-rope h-rope; do \
-	  $(PY) train.py config/toy_pretrain.py --pos_encoding=$$encoding --out_dir=out/toy_pretrain/$$encoding || exit 1; done
-	$(PY) eval.py --runs=$(call list,$(foreach encoding,rope 2d-rope h-rope,out/toy_pretrain/$(encoding))) \
-	  --val_data=data/toy/val --windows=1024 --out_dir=out/toy_pretrain
+	for encoding in $(ENCODINGS); do $(PY) train.py config/toy_pretrain.py config/text_recipe.py \
+	  --pos_encoding=$$encoding --out_dir=out/toy_pretrain/$$encoding || exit 1; done
+	$(PY) eval.py --runs=$(call list,$(ENCODINGS:%=out/toy_pretrain/%)) --val_data=data/toy/val --windows=1024 \
+	  --out_dir=out/toy_pretrain
 
 finetune: env
-	for seed in 0 1; do for encoding in rope 2d-rope h-rope; do \
-	  $(PY) train.py config/toy_finetune.py --init_from=out/toy_pretrain/$$encoding --seed=$$seed \
-	    --out_dir=out/toy_finetune/$$encoding-$$seed || exit 1; done; done
-	$(PY) eval.py --runs=$(call list,$(foreach run,rope-0 2d-rope-0 h-rope-0 rope-1 2d-rope-1 h-rope-1,\
-	  out/toy_finetune/$(run))) --tasks=imbalanced,recursive-flip --lengths=1-64,65-128,129-256,257-512 \
-	  --samples=50 --out_dir=out/toy_finetune
+	for run in $(FINETUNED); do encoding=$${run%-*}; steps=900; test $$encoding != rope || steps=3000; \
+	  $(PY) train.py config/toy_finetune.py config/finetune_recipe.py --train_data=data/toy/train --max_steps=$$steps \
+	    --init_from=out/toy_pretrain/$$encoding --seed=$${run##*-} --out_dir=out/toy_finetune/$$run || exit 1; done
+	$(PY) eval.py --runs=$(call list,$(FINETUNED:%=out/toy_finetune/%)) --tasks=imbalanced,recursive-flip \
+	  --lengths=1-64,65-128,129-256,257-512,513-1024 --samples=50 --val_data=data/toy/val --out_dir=out/toy_finetune
 
 lists: env
-	for encoding in rope 2d-rope h-rope; do \
+	for encoding in $(ENCODINGS); do \
 	  $(PY) train.py config/toy_finetune.py config/toy_lists.py --init_from=out/toy_pretrain/$$encoding \
 	    --out_dir=out/toy_lists/$$encoding || exit 1; done
-	$(PY) eval.py --runs=$(call list,$(foreach encoding,rope 2d-rope h-rope,out/toy_lists/$(encoding))) \
-	  --tasks=lists --lengths=4-40,41-80,81-120 --samples=30 --out_dir=out/toy_lists
+	$(PY) eval.py --runs=$(call list,$(ENCODINGS:%=out/toy_lists/%)) --tasks=lists --lengths=4-40,41-80,81-120 \
+	  --samples=30 --out_dir=out/toy_lists
 
 test: .venv/dev
 	$(PY) -m pytest -q

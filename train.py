@@ -112,21 +112,6 @@ class TrainConfig:
 CONFIGS = ModelConfig, CopyConfig, TextCopyConfig, TrainConfig  # all knobs
 
 
-def make_task(
-    model_config: ModelConfig, copy_config: CopyConfig, text_config: TextCopyConfig, config: TrainConfig
-) -> tasks.Task:
-    order, sizes = (config.batch_size, config.seed), (model_config.block_size, model_config.vocab_size)
-    if config.task == "copy":
-        return tasks.copy_task(copy_config, *order, *sizes)
-    if config.task == "pretrain":
-        rows = config.eval_steps * config.batch_size
-        return tasks.pretrain_task(config.tokenizer, config.train_data, config.val_data, rows, *order, *sizes)
-    if not config.init_from:
-        raise ValueError("task='finetune' needs --init_from=DIR, a run directory of ours or a Hugging Face folder")
-    replay = config.replay, config.train_data
-    return tasks.finetune_task(text_config, config.tokenizer, config.chats, config.val_chats, *replay, *order, *sizes)
-
-
 def unused_knobs(
     model_config: ModelConfig, copy_config: CopyConfig, text_config: TextCopyConfig, config: TrainConfig
 ) -> dict[str, str]:
@@ -322,7 +307,7 @@ def start_run(
     if config.grid_steps and model_config.tie_weights:
         hint = "the embedding does not learn in these steps, and it would be the output layer too"
         raise ValueError(f"grid_steps={config.grid_steps} with tie_weights=True: {hint}")
-    task = on_all_ranks(lambda: make_task(model_config, copy_config, text_config, config))
+    task = on_all_ranks(lambda: tasks.make_task(model_config, copy_config, text_config, config))
     if model:
         checkpoint.check_same_tokens(config.init_from, known, task.fingerprint)
     model_config.vocab_size = model_config.vocab_size or task.breaks.shape[1]

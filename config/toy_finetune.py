@@ -1,8 +1,8 @@
 # Finetuning in miniature (the paper's Table 1): the toy pretraining's model learns to copy Imbalanced strings of up to
-# 64 symbols in instructions of many kinds, and is tested on lengths to 512 and on Recursive-Flip.
+# 64 symbols in instructions of many kinds, and is tested on lengths to 1,024 and on Recursive-Flip.
 #   python train.py config/toy_finetune.py --init_from=out/toy_pretrain/2d-rope --out_dir=out/toy_finetune/2d-rope
-#   python eval.py --runs=out/toy_finetune/2d-rope --tasks=imbalanced,recursive-flip --lengths=64,128,256,512
-# `make finetune` does that for rope, 2d-rope and h-rope, two seeds each.
+#   python eval.py --runs=out/toy_finetune/2d-rope --tasks=imbalanced,recursive-flip --lengths=64,128,256,512,1024
+# `make finetune` does that with config/finetune_recipe.py; without it, the language model is lost.
 
 task = "finetune"
 tokenizer = "bytes"

@@ -18,6 +18,7 @@ from hf import ExportConfig
 from sample import SampleConfig
 from scripts import bench
 from scripts.endpoint import EndpointConfig
+from scripts.far import FarConfig
 from scripts.local_text import LocalTextConfig
 from scripts.maps import MapConfig
 from scripts.sweep import SweepConfig
@@ -40,6 +41,7 @@ CLASSES = {
     "scripts.local_text": (LocalTextConfig,),
     "scripts.sweep": (SweepConfig,),
     "scripts.endpoint": (EndpointConfig,),
+    "scripts.far": (FarConfig,),
 }
 
 

@@ -26,7 +26,7 @@ ROOMS = {  # each file, and what it imports of ours: only what stands above it
     "checkpoint": "configurator model",
     "sample": "configurator rope2d model tokenizer checkpoint",
     "hf": "configurator rope2d model tokenizer checkpoint sample",
-    "tasks": "rope2d data_copy data_text tokenizer data_dclm",
+    "tasks": "rope2d model data_copy data_text tokenizer data_dclm",
     "train": "configurator rope2d model data_copy data_text hf checkpoint tasks",
     "eval": "configurator plots rope2d model data_copy data_text tokenizer data_dclm checkpoint sample hf",
 }

@@ -154,6 +154,27 @@ def test_frequencies_have_the_values_of_their_kind():
     assert torch.equal(mixed, torch.cat([geometric[0::2], uniform[1::2]]))
 
 
+@pytest.mark.parametrize("kind", ["uniform", "mixed"])
+def test_few_frequencies_are_drawn_again_until_no_distance_looks_like_0(kind):
+    def alias(freqs: list[float]) -> float:
+        fast = [f for f in freqs if f >= 0.1]
+        return max(sum(math.cos(f * d) for f in fast) / len(fast) for d in range(2, 2049))
+
+    assert rope2d.alias(torch.tensor([math.pi, 0.01])) == pytest.approx(1)
+    generator = torch.Generator().manual_seed(3)
+    first, *others = math.pi * torch.rand(256, 8, dtype=torch.float64, generator=generator)
+    few, many = (frequencies(kind, n, 1000.0, 3) for n in (8, 64))
+    slow = frequencies("geometric", 8, 1000.0, 3)
+    draws = [draw if kind == "uniform" else torch.cat([slow[0::2], draw[1::2]]) for draw in (first, *others)]
+    found = [rope2d.alias(draw) for draw in draws]
+    assert rope2d.alias(few) == pytest.approx(alias(few.tolist()))
+    assert rope2d.alias(few) < found[0] - 0.05
+    good = next((i for i, value in enumerate(found) if value < 0.7), None)
+    assert torch.equal(few, draws[found.index(min(found)) if good is None else good])
+    drawn = math.pi * torch.rand(64, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(many[-32:], drawn[-32:] if kind == "uniform" else drawn[1::2])  # as drawn first
+
+
 @pytest.mark.parametrize("freqs", ["geometric", "uniform"])
 @pytest.mark.parametrize("fraction, turning", [(1.0, 4), (0.5, 2), (0.3, 2), (0.25, 1)])
 def test_rotary_fraction_keeps_the_highest_frequencies(fraction, turning, freqs):

@@ -211,7 +211,7 @@ def chats(path: Path, *answers: str) -> Path:
 
 def finetuning(**knobs) -> tasks.Task:
     model_config, _, text_config, config = configs(task="finetune", **knobs)
-    return train.make_task(model_config, CopyConfig(), text_config, config)
+    return tasks.make_task(model_config, CopyConfig(), text_config, config)
 
 
 def said(task: tasks.Task, step: int, stream: str) -> list[list[int]]:
