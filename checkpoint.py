@@ -247,7 +247,8 @@ def load_run(
     path: str, which: str = "last", device: str | torch.device = "cpu", **changes: Any
 ) -> tuple[Decoder, dict]:
     """The model of a run directory or checkpoint file, in evaluation mode, and the config it was trained with;
-    `steps_done` and `data`, its fingerprints, are added to that."""
+    `steps_done` and `data`, its fingerprints (`vocabulary` of runs on strings of tokens, `tokenizer` of runs on text),
+    are added to that."""
     file = Path(path) / f"{which}.pt" if Path(path).is_dir() else Path(path)
     saved = read(file)
     if torch.device(device).type == "cuda":

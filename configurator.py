@@ -353,7 +353,7 @@ def _expected(hint: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    """`value` as a shell takes it behind `--name=`."""
+    """`value` as a shell takes it after `--name=`."""
     text = ",".join(map(str, value)) if isinstance(value, tuple | list) and len(value) > 1 else str(value)
     return shlex.quote(text if text.isprintable() else repr(value))
 
@@ -374,7 +374,7 @@ def _help(classes: Sequence[type], doc: str | None) -> str:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Each field's comment: behind it on its line, or else on the lines right above; none where there is no source."""
+    """Each field's comment: after it on its line, or else on the lines right above; none where there is no source."""
     try:
         lines = inspect.getsource(cls).splitlines()
     except (OSError, TypeError):

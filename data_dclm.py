@@ -153,7 +153,7 @@ class Corpus:
         return f"{self.folder}/{i:06d}.bin"
 
     def checks(self, i: int) -> bytes:
-        """What stands behind the rows of shard i: the crc32 of each."""
+        """What stands after the rows of shard i: the crc32 of each."""
         with open(self.path(i), "rb") as file:
             file.seek(HEADER + (self.starts[i + 1] - self.starts[i]) * self.row_bytes)
             return file.read()
@@ -227,7 +227,7 @@ def verify(folder: str | Path) -> Corpus:
 
 
 def tokenise(block: Block, tokenizer: Tokenizer, dtype: str) -> tuple[NDArray, list[int]]:
-    """Tokens of a block's documents, eos behind each, and how many each document has, 0 for one without any text."""
+    """Tokens of a block's documents, eos after each, and how many each document has, 0 for one without any text."""
     tokens, sizes = [np.empty(0, dtype)], []
     for text in block.texts:
         ids = np.append(tokenizer.encode(text), tokenizer.eos) if text.strip() else []

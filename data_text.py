@@ -24,7 +24,9 @@ from numpy.typing import NDArray
 from data_copy import IGNORE, STREAMS, STRINGS, MicroBatches, permute, random_bits, random_int, random_unit, strings
 from passages import CONTENTS, LONGEST_LINE, passage, read_texts
 
-# The place of a task is in its seed. documents: passages of any content; prose and so on: of that one alone.
+# documents: passages of any content; prose and so on: of that one alone. A task's index here is part of what its
+# examples are drawn from: new ones come last. Draws of one example differ by the last key: 0 to 2 are its string's
+# (data_copy.py), 3 its length, 4 its template, 5 to 7 its content or signal, 8 to 11 its noise.
 DOCUMENTS = ("documents", *CONTENTS)
 TEXT_TASKS = ("imbalanced", "recursive-flip", "uniform", "repeat-structure", "lists", *DOCUMENTS)
 KINDS = ("own-line", "first", "mid-sentence")  # where the source stands; its copy does not share the last one's column
@@ -383,9 +385,9 @@ def score(record: dict[str, Any], answer: str) -> Score:
     else:
         symbols = about.get("symbols", ()) if about.get("task") in STRINGS else ()
         pieces = re.compile("|".join([*map(re.escape, symbols), "."]), re.DOTALL)
-        before, _, behind = truth.partition(truth.strip())
+        before, _, after = truth.partition(truth.strip())
         wanted = pieces.findall(truth)
-        found = got = pieces.findall(before + answer.strip() + behind)
+        found = got = pieces.findall(before + answer.strip() + after)
     same = [a == b for a, b in zip(wanted, found, strict=False)]
     lengths = "too short" if len(found) < len(wanted) else "too long" if len(found) > len(wanted) else ""
     reason = "form" if got is None else "value" if False in same else lengths

@@ -1,7 +1,7 @@
 """Documents, in blocks: local files, or a dataset of the Hugging Face hub. data_dclm.py makes shards of them.
 
 The library datasets reads both, with zstandard for .zst; `need` asks for them before any work. A reader can go on
-behind any block: `after` is what a block says of that, and {} at the start.
+after any block: `after` is what a block says of that, and {} at the start.
 """
 
 import glob
@@ -16,7 +16,7 @@ KINDS = (".jsonl", ".jsonl.zst", ".jsonl.gz", ".parquet", ".txt")
 
 class Block(NamedTuple):
     texts: list[str]  # one a document
-    after: dict  # where a reader goes on behind it
+    after: dict  # where a reader goes on
 
 
 def need(*packages: str) -> None:

@@ -58,7 +58,7 @@ class EvalConfig:
     text_source: tuple[str, ...] = ()  # files and folders to cut passages from; none: those of training
     eval_seed: int = 0  # of the strings
     repeat_p: tuple[float, ...] = (0.9,)  # repeat-structure: shares of a base's repetitions to keep, each in turn
-    # Leave out lengths behind one with a wrong copy (failure), or without a right one (zero).
+    # Leave out lengths after one with a wrong copy (failure), or without a right one (zero).
     stop: Literal["never", "failure", "zero"] = "never"
     free_running: bool = False  # decode token by token instead of one parallel forward
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the matrix products

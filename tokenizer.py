@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import tiktoken
 
 PIECE = 100_000  # characters: on a run of a million blanks tiktoken overflows its stack
-# Pieces end behind a line or a word, places that no token crosses; or else anywhere.
+# Pieces end after a line or a word, places that no token crosses; or else anywhere.
 PIECES = re.compile(rf"[\s\S]{{1,{PIECE}}}(?:(?<=\n)(?=\S)|(?<=\S)(?= )|\Z)|[\s\S]{{1,{PIECE}}}")
 
 # This and the names are from llama-models' llama3/tokenizer.py.

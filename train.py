@@ -136,7 +136,7 @@ def unused_knobs(
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of step 0 .. max_steps-1. The schedule starts again behind grid_steps."""
+    """The rate of step 0 .. max_steps-1. The schedule starts again after grid_steps."""
     peak, last = config.learning_rate, config.max_steps - 1
     low = peak / 10 if config.min_lr is None else config.min_lr
     if step < config.grid_steps:
@@ -243,7 +243,8 @@ class Run:
         self, batch: data_copy.MicroBatches, upcoming: Future, stop: checkpoint.StopSignal
     ) -> tuple[dict[str, Any], bool, bool]:
         """One optimizer step. Returns the log's line, whether any rank has got a signal, and whether any has failed to
-        make its next batch. RuntimeError for a loss that is not finite."""
+        make its next batch: `upcoming` is in the making, and is looked at here so that all ranks learn of a failure in
+        the sum that they make anyway. RuntimeError for a loss that is not finite."""
         began, config, model = time.perf_counter(), self.config, self.model
         lr = learning_rate(config, self.step)
         for group in self.optimizer.param_groups:
@@ -265,7 +266,7 @@ class Run:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         failed = upcoming.exception() is not None
         n_tokens = sum(tokens.size for tokens, _ in batch)
-        pairs = sum(tokens.size * tokens.shape[1] for tokens, _ in batch)
+        pairs = sum(tokens.size * tokens.shape[1] for tokens, _ in batch)  # of queries and keys, for the FLOPs
         total = checkpoint.sum_over_ranks(self.device, loss, bool(stop.number), failed, n_tokens, pairs)
         loss, stopped, failed, n_tokens, pairs, norm = torch.cat([total, norm.to(total)[None]]).tolist()  # one sync
         if not math.isfinite(loss) or not math.isfinite(norm):

@@ -104,7 +104,7 @@ def margins(model: Decoder, tokens: Tensor, wanted: Tensor) -> Tensor:
         if not here.any():
             continue
         scores = scores_of(model, q[i], k[which], row[-1] - rows, cols)  # (groups, H, cols)
-        scores[rows == row[-1], :, :last] = -math.inf  # a token sees none behind it
+        scores[rows == row[-1], :, :last] = -math.inf  # a token sees none after it
         weights = torch.fft.rfft((scores - scores.max()).exp_(), size)
         for weight, keys, value in zip(weights, spectra, v[which], strict=True):
             sums = torch.fft.irfft(weight * keys, size)[:, last : last + n].T[here]  # (here, H)

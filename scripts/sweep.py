@@ -40,7 +40,7 @@ class SweepConfig:
     tasks: tuple[str, ...] = ("imbalanced", "recursive-flip")  # to test on; none: what each run is trained on
     lengths: tuple[int | str, ...] = (20, 40, 80, 160, 320, 640, 1280, 2560, 5120, 10240, 20480)  # tokens, rising
     samples: tuple[int, ...] = (50, 20, 20, 10, 10, 10, 4, 4, 2, 1, 1)  # strings for each task and length
-    stop: Literal["failure", "zero"] = "failure"  # no longer strings behind a wrong copy, or where none was right
+    stop: Literal["failure", "zero"] = "failure"  # no longer strings after a wrong copy, or where none was right
     only: tuple[str, ...] = ("*",)  # names or globs of runs to do now; the report is on all that are there
     jobs: int = 2  # runs at a time, which share the cores; 0: no new ones
     out_dir: str = "out/sweep"  # the runs' directories, rows.json, table.md and the pictures
