@@ -89,6 +89,7 @@ class TextCopyConfig:
     text_max_length: int = 0  # 0: 1,000 symbols, 150 points, 800 in the evaluation stream, 8 lines, 400 characters
     text_repeat_p: float = 0.9  # repeat-structure: probability that a symbol of the repeated base is left as it is
     text_noise: float = 0.0  # share of training strings that are drawn from 2 to 62 letters and digits instead
+    first_weight: float = 1.0  # of an answer's first token in the training loss; all others have 1
     text_unit: Literal["lines", "characters"] = "lines"  # that the length of a passage counts
     # prose and code to cut passages from: files and folders; these are what scripts/local_text.py writes
     text_source: tuple[str, ...] = ("data/text/train.jsonl.zst", "data/text/val.jsonl.zst")
@@ -102,6 +103,8 @@ class TextCopyConfig:
         for name, known in (("text_task", TEXT_TASKS), ("template_kind", ("all", *KINDS))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
+        if not self.first_weight > 0:
+            raise ValueError(f"first_weight={self.first_weight}: expected more than 0")
         for name in ("text_repeat_p", "text_noise"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a share between 0 and 1")

@@ -53,6 +53,7 @@ class EvalConfig:
     checkpoint: Literal["last", "best"] = "last"  # which of a run directory's
     tasks: tuple[str, ...] = ("imbalanced", "recursive-flip", "uniform")  # to copy; none: what each run is trained on
     kinds: tuple[str, ...] = data_text.KINDS  # in text: where in the prompt the string stands
+    lead: str = ""  # in text: what is put before every prompt; training knows of none
     lengths: tuple[int | str, ...] = (20, 320)  # tokens; in text symbols, points, lines; or intervals, 26-50
     samples: tuple[int, ...] = (20,)  # strings for each task and length; one number for all lengths, or one for each
     text_source: tuple[str, ...] = ()  # files and folders to cut passages from; none: those of training
@@ -211,6 +212,8 @@ def examples_of(run: str, trained: dict, cell: Cell, config: EvalConfig) -> tupl
     text = TextCopyConfig(cell.task, tuple(trained["symbols"]), cell.kind, cell.low, cell.high, cell.repeat_p)
     text.text_unit, text.text_source = trained["text_unit"], config.text_source or tuple(trained["text_source"])
     chats = list(data_text.text_examples(text, cell.samples, config.eval_seed, "evaluation"))
+    for chat in chats:
+        chat["messages"][0]["content"] = config.lead + chat["messages"][0]["content"]
     if not config.free_running:
         return chats, [len(tokenizer.chat(chat["messages"])[0]) - 1 for chat in chats]
     longest = max(map(answer_limit, chats))  # those that are decoded together are so for as many steps
@@ -300,6 +303,8 @@ def cells_of(run: str, model: Decoder, trained: dict, config: EvalConfig) -> lis
     in_text = "tokenizer" in trained["data"]
     if in_text and trained["task"] != "finetune":
         raise ValueError(f"{run}: not finetuned on copying; --val_data, or sample.py, shows what it knows")
+    if config.lead and not in_text:
+        raise ValueError(f"lead={config.lead!r}: {run} was trained on strings of tokens, not on text")
     known = data_text.TEXT_TASKS if in_text else data_copy.TASKS
     tasks = config.tasks or (trained["text_task" if in_text else "copy_task"],)
     for task in tasks:
@@ -399,7 +404,7 @@ def text_losses(config: EvalConfig, with_starts: bool = False) -> list[dict]:
 def unused_knobs(config: EvalConfig, copies: bool) -> dict[str, str]:
     """Knobs that do nothing in this evaluation, which is of copies or not, and what they are for."""
     if not copies:
-        names = "tasks kinds lengths samples eval_seed repeat_p stop free_running chunk batch_tokens".split()
+        names = "tasks kinds lead lengths samples eval_seed repeat_p stop free_running chunk batch_tokens".split()
         return dict.fromkeys(names, "copies, not for the loss on val_data")
     unused = {} if config.val_data else {"windows": "val_data"}
     if config.tasks and not set(config.tasks) & set(data_text.DOCUMENTS):

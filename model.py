@@ -268,14 +268,15 @@ class Block(nn.Module):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The summed cross-entropy of x (N, C) through the output layer weight (V, C), targets (N,), IGNORE for none.
+    """The summed cross-entropy of x (N, C) through the output layer weight (V, C), targets (N,), IGNORE for none, each
+    times its own of `weights` (N,); None: all count the same.
 
     For a large vocabulary the (N, V) logits would be most of a step's memory, so they are made in chunks of tokens, in
     the dtype of autocast. The gradients are computed along with the loss, nothing is computed twice.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None, chunk: int) -> Tensor:
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -287,6 +288,7 @@ class ChunkedLoss(torch.autograd.Function):
                 part = slice(start, start + chunk)
                 states, wanted = x[part].to(dtype), targets[part] != IGNORE
                 right = targets[part].where(wanted, 0)[:, None]
+                wanted = wanted if weights is None else wanted * weights[part]
                 log_p = (states @ w.T).float().log_softmax(-1)  # (chunk, V)
                 loss -= (log_p.gather(1, right)[:, 0] * wanted).sum()
                 if dx is None and dw is None:
@@ -305,9 +307,9 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         dx, dw = ctx.saved_tensors
-        return dx if dx is None else dx * grad, dw if dw is None else dw * grad, None, None
+        return dx if dx is None else dx * grad, dw if dw is None else dw * grad, None, None, None
 
 
 class Decoder(nn.Module):
@@ -415,22 +417,24 @@ class Decoder(nn.Module):
             given = f"sequence of {tokens} tokens is longer than the model's block_size={self.config.block_size}"
             raise ValueError(f"{given}: make it shorter, or raise that bound with --block_size={tokens}")
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """tokens (B, T) -> logits (B, T, vocab_size); with targets (B, T), IGNORE where there is none, the summed loss.
 
-        A sum, in nats: the caller divides it by the number of targets of a whole step. weight (vocab_size,): of each
-        token as a target; None: all count the same.
+        A sum, in nats: the caller divides it by the number of targets of a whole step. weights (B, T): of the targets;
+        None: all count the same.
         """
         x = self.hidden(tokens)
         chunk = max(1, LOGITS_PER_CHUNK[x.device.type] // self.config.vocab_size)
-        if targets is not None and weight is None and targets.numel() > chunk:
-            head = self.head.weight if torch.is_grad_enabled() else self.head.weight.detach()  # or it gets a gradient
-            return ChunkedLoss.apply(x.flatten(0, 1), head, targets.flatten(), chunk)
-        logits = self.head(x)
         if targets is None:
-            return logits
-        logits, targets = logits.flatten(0, 1).float(), targets.flatten()
-        return F.cross_entropy(logits, targets, weight, ignore_index=IGNORE, reduction="sum")
+            return self.head(x)
+        targets, weights = targets.flatten(), None if weights is None else weights.flatten()
+        if targets.numel() > chunk:
+            head = self.head.weight if torch.is_grad_enabled() else self.head.weight.detach()  # or it gets a gradient
+            return ChunkedLoss.apply(x.flatten(0, 1), head, targets, weights, chunk)
+        logits = self.head(x).flatten(0, 1).float()
+        if weights is None:
+            return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none") @ weights
 
     def flops(self, tokens: int, pairs: int) -> float:
         """Of forward and backward: 6 a weight of a matrix product and token, 12 T a layer and channel of attention and

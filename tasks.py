@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import data_copy
 import data_dclm
 import data_text
-from data_copy import CopyConfig, MicroBatches
+from data_copy import IGNORE, CopyConfig, MicroBatches
 from data_text import TextCopyConfig
 from model import ModelConfig
 from rope2d import break_table
@@ -25,7 +25,7 @@ class Task(NamedTuple):
     breaks: Tensor  # (3, vocab_size), where units of text end (rope2d.break_table)
     fingerprint: dict[str, Any]  # must be the same when a run goes on, and on all ranks
     contents: dict[str, str] = {}  # must be the same on all ranks; may have been mended when a run goes on
-    weight: Tensor | None = None  # (vocab_size,) of each token as a target of training; None: all count the same
+    weights: Callable[[NDArray], NDArray] | None = None  # (n, T) of targets (n, T) in training; None: all 1
 
 
 def make_task(model: ModelConfig, copy: CopyConfig, text: TextCopyConfig, config: Any) -> Task:
@@ -44,11 +44,11 @@ def copy_task(model: ModelConfig, copy: CopyConfig, config: Any) -> Task:
     def batch(step: int, stream: str, *shard: int) -> MicroBatches:
         return data_copy.copy_batch(copy, config.batch_size, step, config.seed, stream, *shard)
 
-    breaks, weight = break_table(data_copy.TOKEN_BYTES, model.vocab_size), None
-    if copy.closing_weight != 1:
-        weight = torch.ones(breaks.shape[1])  # a separator is a target where it ends a copy or a line of it
-        weight[data_copy.SEPARATORS[copy.separator]] = copy.closing_weight
-    return Task(batch, breaks, {"vocabulary": data_copy.VOCAB}, weight=weight)
+    def weights(targets: NDArray) -> NDArray:  # a separator is a target where it ends a copy or a line of it
+        return np.where(targets == data_copy.SEPARATORS[copy.separator], copy.closing_weight, 1).astype(np.float32)
+
+    breaks = break_table(data_copy.TOKEN_BYTES, model.vocab_size)
+    return Task(batch, breaks, {"vocabulary": data_copy.VOCAB}, weights=weights if copy.closing_weight != 1 else None)
 
 
 def pretrain_task(model: ModelConfig, config: Any) -> Task:
@@ -100,5 +100,9 @@ def finetune_task(model: ModelConfig, text: TextCopyConfig, config: Any) -> Task
     def batch(step: int, stream: str, *shard: int) -> MicroBatches:
         return data_text.chat_batch(partial(row, stream), config.batch_size, step, *shard)
 
-    breaks = break_table(tokenizer.token_bytes, model.vocab_size)
-    return Task(batch, breaks, {"tokenizer": tokenizer.fingerprint} | facts, contents)
+    def weights(targets: NDArray) -> NDArray:  # of replay's rows each token is a target, none of them the first
+        first = (targets[:, 1:] != IGNORE) & (targets[:, :-1] == IGNORE)
+        return np.pad(np.where(first, text.first_weight, 1), ((0, 0), (1, 0)), constant_values=1).astype(np.float32)
+
+    breaks, facts = break_table(tokenizer.token_bytes, model.vocab_size), {"tokenizer": tokenizer.fingerprint} | facts
+    return Task(batch, breaks, facts, contents, weights if text.first_weight != 1 else None)

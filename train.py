@@ -196,7 +196,6 @@ class Run:
             if saved["optimizer"]:  # rank 0's alone
                 self.optimizer.load_state_dict(saved["optimizer"])
         checkpoint.sync(model, self.optimizer)
-        self.weight = None if task.weight is None else task.weight.to(self.device)
         self.wrap()
 
     def wrap(self) -> None:
@@ -255,8 +254,9 @@ class Run:
         for i, (tokens, targets) in enumerate(batch):
             last = i == len(batch) - 1
             with nullcontext() if last or self.world == 1 else self.wrapped.no_sync():
+                weights = [self.task.weights(targets)] if self.task.weights else []
                 with self.autocast:
-                    piece = self.wrapped(*self.to_device(tokens, targets), self.weight) / n_targets[0]
+                    piece = self.wrapped(*self.to_device(tokens, targets, *weights)) / n_targets[0]
                 (piece * self.world).backward()  # DDP averages over ranks; the sum over targets is what is wanted
             loss += piece.detach()
         if self.step < config.grid_steps:  # what the gates look at stays as it is, or they would not fit what follows

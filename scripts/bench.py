@@ -190,7 +190,7 @@ def loss(bench: BenchConfig, knobs: LossConfig) -> list[dict]:
     targets = torch.randint(knobs.vocab_size, (knobs.tokens,), device=bench.device)
     chunk = max(1, LOGITS_PER_CHUNK[bench.device] // knobs.vocab_size)  # as Decoder.forward has it
     variants = {
-        "ours": lambda: grad(ChunkedLoss.apply(x, weight, targets, chunk), [x, weight]),
+        "ours": lambda: grad(ChunkedLoss.apply(x, weight, targets, None, chunk), [x, weight]),
         "plain torch": lambda: grad(F.cross_entropy(x @ weight.T, targets, reduction="sum"), [x, weight]),
     }
     rows = race(variants, bench)

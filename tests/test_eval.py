@@ -421,6 +421,20 @@ def test_copies_and_losses_are_reported_together_with_what_the_run_started_from(
     assert before["loss"] != after["loss"] and (tmp_path / "losses.png").exists()
 
 
+def test_a_lead_stands_before_every_prompt(runs):
+    _, trained = checkpoint.load_run(runs["text"])
+    plain, led = (
+        evaluation.examples_of(
+            runs["text"], trained, Cell("uniform", "first", 0.9, 2, 9, 5), EvalConfig(("x",), lead=lead)
+        )
+        for lead in ("", "Please.\n")
+    )
+    for chat, other in zip(plain[0], led[0], strict=True):
+        assert other["messages"][0]["content"] == "Please.\n" + chat["messages"][0]["content"]
+        assert other["messages"][1:] == chat["messages"][1:]
+    assert led[1] == [size + 8 for size in plain[1]]
+
+
 def test_without_tasks_no_knob_of_a_task_is_refused():
     config = EvalConfig(runs=("x",), tasks=())
     assert not evaluation.unused_knobs(config, True).keys() & {"text_source", "repeat_p"}
@@ -460,6 +474,7 @@ def test_passages_are_cut_from_the_runs_source_or_the_one_given_and_scored_by_li
     "run, knob, match",
     [
         ("rope", "runs=()", "nothing to evaluate: give --runs=DIR"),
+        ("rope", "lead=Please", "lead='Please': .*rope was trained on strings of tokens, not on text"),
         ("rope", "lengths=()", "nothing to evaluate: give --lengths=N"),
         ("rope", "tasks=copy", "tasks: 'copy' is not one of imbalanced, .*, twice$"),
         ("text", "tasks=copy", "tasks: 'copy' is not one of imbalanced, .*, lists"),

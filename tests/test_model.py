@@ -333,20 +333,21 @@ def test_loss_is_the_summed_float64_cross_entropy_of_the_targets(at_once, monkey
     targets[0, :4] = targets[1, 7] = IGNORE
     wanted, right = targets != IGNORE, targets.where(targets != IGNORE, 0)
     log_p = m(tokens).double().log_softmax(-1).gather(2, right[..., None])[..., 0] * wanted
-    for weight in (None, torch.rand(VOCAB)):  # of each token as a target
-        by_hand = -(log_p if weight is None else log_p * weight[right]).sum().item()
-        loss = m(tokens, targets, weight)
+    for weights in (None, torch.rand(2, 9)):
+        by_hand = -(log_p if weights is None else log_p * weights).sum().item()
+        loss = m(tokens, targets, weights)
         assert loss.item() == pytest.approx(by_hand, rel=1e-6)
-        assert ("Chunked" in loss.grad_fn.name()) == (weight is None and at_once < 2**25)
+        assert ("Chunked" in loss.grad_fn.name()) == (at_once < 2**25)
     assert m(tokens, torch.full((2, 9), IGNORE)).item() == 0
 
 
-def loss_and_gradients(x, weight, targets, chunk=None):
+def loss_and_gradients(x, weight, targets, chunk=None, weights=None):
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
     if chunk is None:
-        loss = F.cross_entropy((x @ weight.T).float(), targets, ignore_index=IGNORE, reduction="sum")
+        each = F.cross_entropy((x @ weight.T).float(), targets, ignore_index=IGNORE, reduction="none")
+        loss = (each if weights is None else each * weights).sum()
     else:
-        loss = model.ChunkedLoss.apply(x, weight, targets, chunk)
+        loss = model.ChunkedLoss.apply(x, weight, targets, weights, chunk)
     (0.37 * loss).backward()
     return loss.detach(), x.grad, weight.grad
 
@@ -358,9 +359,10 @@ def test_the_chunked_loss_and_its_gradients_are_those_of_the_whole(chunk, ignore
     x, weight = (torch.randn(n, 12, generator=g, dtype=torch.float64) for n in (40, 31))
     targets = torch.randint(31, (40,), generator=g)
     targets[list(ignored)] = IGNORE
-    ours = loss_and_gradients(x.float(), weight.float(), targets, chunk)
-    for got, plain in zip(ours, loss_and_gradients(x, weight, targets), strict=True):
-        torch.testing.assert_close(got.double(), plain.double(), rtol=1e-5, atol=1e-5)
+    for weights in (None, torch.rand(40, generator=g)):
+        ours = loss_and_gradients(x.float(), weight.float(), targets, chunk, weights)
+        for got, plain in zip(ours, loss_and_gradients(x, weight, targets, None, weights), strict=True):
+            torch.testing.assert_close(got.double(), plain.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_the_chunked_loss_sums_weight_gradients_in_float32_under_autocast():

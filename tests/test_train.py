@@ -131,6 +131,20 @@ def test_first_the_grid_is_found_then_all_but_the_embedding_starts_again(tmp_pat
     assert best["best"] == min(losses[5:]) and best["step"] > 5
 
 
+def test_the_first_token_of_an_answer_may_count_more(tmp_path, corpora, start):
+    knobs = of_task("finetune", start=start) | dict(max_steps=1, replay=0.25, train_data=str(corpora / "train"))
+    run(tmp_path, **knobs, first_weight=5.0)
+    _, _, _, config = configs(**knobs)
+    ((tokens, targets),) = finetuning(**{k: v for k, v in knobs.items() if k != "task"}).batch(0, "train")
+    tokens, targets = torch.from_numpy(tokens), torch.from_numpy(targets)
+    losses = F.cross_entropy(checkpoint.load_run(str(start))[0](tokens).mT, targets, reduction="none")
+    copies = targets[:, 0] == IGNORE  # the others are replayed
+    assert copies.sum() == 0.75 * config.batch_size
+    first = losses.gather(1, (targets != IGNORE).int().argmax(1, keepdim=True))[copies]
+    wanted = (losses.sum() + 4 * first.sum()) / (targets != IGNORE).sum()
+    assert log(tmp_path)[0]["loss"] == pytest.approx(wanted.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("eval_interval", [2, 1000])
 def test_validation_leaves_training_alone_and_counts_all_targets_the_same(tmp_path, eval_interval):
     knobs = dict(eval_steps=2, closing_weight=5.0)
