@@ -5,7 +5,7 @@
 # make seeds  the toy with eight seeds: out/toy_seeds/
 # make pretrain  byte-level models of 2M parameters, four encodings: out/toy_pretrain/; ten minutes each
 # make figure4  every encoding, 1, 4 and 12 layers, four seeds (the paper's Figure 4): out/figure4/; hours
-# make finetune  after pretrain: its models learn to copy strings in text: out/toy_finetune/; 20 minutes each
+# make finetune  after pretrain: its models learn to copy strings in text: out/toy_finetune/; 20 minutes each, RoPE 80
 # make lists  after pretrain: its models learn to write lists of numbers: out/toy_lists/
 # OpenMP threads that spin while they wait slow each other ten-fold where anything else is running.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -15,7 +15,7 @@ TOY := out/toy_copy
 SEEDS := out/toy_seeds
 ENCODINGS := rope h-rope 2d-rope 4d-rope
 # Encoding and seed of each finetuning. RoPE needs three times the steps to learn the lengths that it is trained on.
-FINETUNED := rope-0 h-rope-0 h-rope-1 2d-rope-0 2d-rope-1 4d-rope-0 4d-rope-1
+FINETUNED := rope-0 h-rope-0 2d-rope-0 4d-rope-0
 comma := ,
 list = $(subst $() ,$(comma),$(strip $(1)))
 
