@@ -4,4 +4,5 @@
 replay = 0.125  # an eighth of the rows go on with pretraining
 train_data = "data/dclm"
 text_noise = 0.4  # share of strings over 2 to 62 letters and digits, as noise strings in config/toy_copy.py
+# first_weight = 8  # helps 4d-rope, not tried with others: docs/results.md
 grad_accum = 4  # rows of replay are long, and those of copies short: apart, less padding is computed
