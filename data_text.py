@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 from data_copy import IGNORE, STREAMS, STRINGS, MicroBatches, permute, random_bits, random_int, random_unit, strings
 from passages import CONTENTS, LONGEST_LINE, passage, read_texts
 
-# documents: passages of any content; prose and so on: of that one alone. A task's index here is part of what its
-# examples are drawn from: new ones come last. Draws of one example differ by the last key: 0 to 2 are its string's
-# (data_copy.py), 3 its length, 4 its template, 5 to 7 its content or signal, 8 to 11 its noise.
+# documents: passages of any content; prose and so on: of one. A task's index here is part of its examples' keys: new
+# ones come last. Draws differ by the last key: 0-2 of strings, 3 length, 4 template, 5-7 content or signal, 8-11 noise.
 DOCUMENTS = ("documents", *CONTENTS)
 TEXT_TASKS = ("imbalanced", "recursive-flip", "uniform", "repeat-structure", "lists", *DOCUMENTS)
 KINDS = ("own-line", "first", "mid-sentence")  # where the source stands; its copy does not share the last one's column
@@ -103,11 +102,9 @@ class TextCopyConfig:
         for name, known in (("text_task", TEXT_TASKS), ("template_kind", ("all", *KINDS))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
-        if not self.first_weight > 0:
-            raise ValueError(f"first_weight={self.first_weight}: expected more than 0")
-        for name in ("text_repeat_p", "text_noise"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected a share between 0 and 1")
+        for name, most in (("text_repeat_p", 1), ("text_noise", 1), ("first_weight", 1e6)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"{name}={getattr(self, name)}: expected 0 to {most:,.0f}")
 
 
 SIGNALS = {  # family, and one cycle as a function of phases x in [0, 2 pi) and 9 random numbers r in [0, 1)

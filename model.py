@@ -268,8 +268,8 @@ class Block(nn.Module):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The summed cross-entropy of x (N, C) through the output layer weight (V, C), targets (N,), IGNORE for none, each
-    times its own of `weights` (N,); None: all count the same.
+    """The summed cross-entropy of x (N, C) through the output layer weight (V, C), targets (N,), IGNORE for none. Each
+    counts by its own of `weights` (N,), or all the same.
 
     For a large vocabulary the (N, V) logits would be most of a step's memory, so they are made in chunks of tokens, in
     the dtype of autocast. The gradients are computed along with the loss, nothing is computed twice.
@@ -420,21 +420,18 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
         """tokens (B, T) -> logits (B, T, vocab_size); with targets (B, T), IGNORE where there is none, the summed loss.
 
-        A sum, in nats: the caller divides it by the number of targets of a whole step. weights (B, T): of the targets;
-        None: all count the same.
-        """
+        A sum, in nats: the caller divides it by all targets of a step. weights (B, T): of targets; None: all 1."""
         x = self.hidden(tokens)
         chunk = max(1, LOGITS_PER_CHUNK[x.device.type] // self.config.vocab_size)
         if targets is None:
             return self.head(x)
-        targets, weights = targets.flatten(), None if weights is None else weights.flatten()
+        x, targets, weights = x.flatten(0, 1), targets.flatten(), None if weights is None else weights.flatten()
         if targets.numel() > chunk:
             head = self.head.weight if torch.is_grad_enabled() else self.head.weight.detach()  # or it gets a gradient
-            return ChunkedLoss.apply(x.flatten(0, 1), head, targets, weights, chunk)
-        logits = self.head(x).flatten(0, 1).float()
-        if weights is None:
-            return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none") @ weights
+            return ChunkedLoss.apply(x, head, targets, weights, chunk)
+        reduction = "sum" if weights is None else "none"
+        loss = F.cross_entropy(self.head(x).float(), targets, ignore_index=IGNORE, reduction=reduction)
+        return loss if weights is None else loss @ weights
 
     def flops(self, tokens: int, pairs: int) -> float:
         """Of forward and backward: 6 a weight of a matrix product and token, 12 T a layer and channel of attention and
