@@ -219,9 +219,8 @@ def starts_anew(name: str, changed: Collection[str]) -> bool:
 
 
 def load_model(saved: dict, device: str | torch.device = "cpu", **changes: Any) -> Decoder:
-    """The model in a checkpoint; `changes` replace values of its config. The encoding, its frequencies and
-    the scale of the logits may change; what these need starts anew.
-    ValueError for changes that need weights of other shapes."""
+    """The model in a checkpoint; `changes` replace values of its config. The encoding, its frequencies and the scale of
+    the logits may change; what these need starts anew. ValueError for changes that need weights of other shapes."""
     weights = saved["model"]
     model = Decoder(model_config_of(saved, **changes), weights["breaks"])
     changed = {name for name, value in changes.items() if saved["config"].get(name, "absent") != value}

@@ -417,7 +417,7 @@ def unused_knobs(config: EvalConfig, copies: bool) -> dict[str, str]:
 def report(config: EvalConfig, name: str, rows: list[dict], table: Callable, plot: Callable) -> None:
     """Writes and prints the rows, on rank 0."""
     if not rows:
-        raise ValueError("nothing was evaluated: give at least one of lengths")
+        raise ValueError("nothing was evaluated: give --lengths=N[,N]")
     if rank_and_world()[0] == 0:
         path = Path(config.out_dir) / f"{name}.json"
         configurator.write_json(path, rows)
