@@ -13,7 +13,7 @@ import os
 import re
 import string
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_copy import IGNORE, STREAMS, STRINGS, MicroBatches, permute, random_bits, random_int, random_unit, strings
-from passages import CONTENTS, LONGEST_LINE, passage, read_texts
+from passages import CONTENTS, LEAD_WORDS, LONGEST_LINE, lead_in, passage, read_texts
 
 # documents: passages of any content; prose and so on: of one. A task's index here is part of its examples' keys: new
-# ones come last. Draws differ by the last key: 0-2 of strings, 3 length, 4 template, 5-7 content or signal, 8-11 noise.
+# ones come last. The last key: 0-2 of strings, 3 length, 4 template, 5-7 content or signal, 8-11 noise, 12-13 lead-in.
 DOCUMENTS = ("documents", *CONTENTS)
 TEXT_TASKS = ("imbalanced", "recursive-flip", "uniform", "repeat-structure", "lists", *DOCUMENTS)
 KINDS = ("own-line", "first", "mid-sentence")  # where the source stands; its copy does not share the last one's column
@@ -88,6 +88,7 @@ class TextCopyConfig:
     text_max_length: int = 0  # 0: 1,000 symbols, 150 points, 800 in the evaluation stream, 8 lines, 400 characters
     text_repeat_p: float = 0.9  # repeat-structure: probability that a symbol of the repeated base is left as it is
     text_noise: float = 0.0  # share of training strings that are drawn from 2 to 62 letters and digits instead
+    text_lead: float = 0.0  # share of training prompts with a sentence of random words before them
     first_weight: float = 1.0  # of an answer's first token in the training loss; all others have 1
     text_unit: Literal["lines", "characters"] = "lines"  # that the length of a passage counts
     # prose and code to cut passages from: files and folders; these are what scripts/local_text.py writes
@@ -102,7 +103,7 @@ class TextCopyConfig:
         for name, known in (("text_task", TEXT_TASKS), ("template_kind", ("all", *KINDS))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(known)}")
-        for name, most in (("text_repeat_p", 1), ("text_noise", 1), ("first_weight", 1e6)):
+        for name, most in (("text_repeat_p", 1), ("text_noise", 1), ("text_lead", 1), ("first_weight", 1e6)):
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"{name}={getattr(self, name)}: expected 0 to {most:,.0f}")
 
@@ -196,6 +197,8 @@ def text_example(
             drawn = random_int(0, len(symbols) - 1, *keys, 10, np.arange(n))
         source, about = "".join(symbols[symbol] for symbol in drawn), {"symbols": list(symbols)}
     user, assistant = templates[which].format(source), f"[{source}]" if lists else source
+    if stream != "evaluation" and random_unit(*keys, 12) < config.text_lead:  # what is first on a line stays so
+        user = lead_in(int(random_bits(*keys, 13)[0])) + ("\n" if kinds[which] == "first" else " ") + user
     return {
         "id": f"{config.text_task}-{stream}-{seed}-{index}-{n}",
         "messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}],
@@ -220,9 +223,8 @@ def record_fault(record: Any) -> str:
         return "expected messages, each with a role and a text as its content, and metadata that are an object"
     talk = turns[1:] if turns[:1] == [("system", True)] else turns
     if not talk or talk != [("user", True), ("assistant", True)] * (len(talk) // 2):
-        return (
-            f"roles {[role for role, _ in turns]}: expected (system,) user, assistant, ..., none with a blank content"
-        )
+        roles = [role for role, _ in turns]
+        return f"roles {roles}: expected (system,) user, assistant, ..., none with a blank content"
     if task in TEXT_TASKS and not isinstance(record.get("source"), str):
         return f"no source, which a record of task {task} has"
     wrong = task == "lists" and not numbers(record["messages"][-1]["content"])
@@ -298,10 +300,10 @@ def read_chats(path: str | os.PathLike[str], encode: Callable[[list], Chat], lon
     records, found = read_jsonl(path), []
     for line, record in enumerate(records, 1):
         messages = record["messages"]
-        n_bytes = sum(
+        n_bytes = [
             len(message["content"].encode("utf-8", "surrogatepass")) + 16 for message in messages
-        )  # 16: the role
-        if n_bytes > longest:
+        ]  # 16: the role
+        if sum(n_bytes) > longest:
             tokens = len(encode(messages)[0]) - 1  # the last token is only a target
             if tokens > longest:
                 found.append(f"line {line} has {tokens:,}")
@@ -314,17 +316,16 @@ def read_chats(path: str | os.PathLike[str], encode: Callable[[list], Chat], lon
 def check_lengths(config: TextCopyConfig, encode: Callable[[list], Chat], longest: int) -> None:
     """ValueError where examples of the config's greatest length have more than `longest` input tokens."""
     high, tokens = length_bounds(config, "train")[1], 0
-    for example in text_examples(config, 200, 0, "train", high):  # with so many, every template comes
-        messages, source = example["messages"], example["source"]
-        most = source
+    for example in text_examples(replace(config, text_lead=0), 200, 0, "train", high):  # every template comes
+        messages, most = example["messages"], example["source"]
         if config.text_task == "lists":  # no number has more characters
             most = ", ".join(["-3.50"] * high)
         elif config.text_task in DOCUMENTS:  # no line has more bytes
-            most = (
-                "\n".join(["x " * (LONGEST_LINE // 2)] * high) if config.text_unit == "lines" else "\U0001f600" * high
-            )
-        messages = [message | {"content": message["content"].replace(source, most)} for message in messages]
+            lines = "\n".join(["x " * (LONGEST_LINE // 2)] * high)
+            most = lines if config.text_unit == "lines" else "\U0001f600" * high
+        messages = [message | {"content": message["content"].replace(example["source"], most)} for message in messages]
         tokens = max(tokens, len(encode(messages)[0]) - 1)
+    tokens += (5 * LEAD_WORDS + 1) * (config.text_lead > 0)  # characters of the longest lead-in
     if tokens > longest:
         hint = f"give a smaller --text_max_length, or --block_size={tokens}"
         raise ValueError(f"copies of length {high} take {tokens} tokens, block_size={longest}: {hint}")

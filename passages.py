@@ -19,6 +19,7 @@ CONTENTS = ("prose", "code", "json", "csv", "log", "words")
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 SOURCE_CODE = (".c", ".cpp", ".cs", ".go", ".h", ".java", ".js", ".py", ".rs", ".sh", ".ts")
 LONGEST_LINE = 100  # bytes; a document's longer lines are cut
+LEAD_WORDS = 12  # of four letters
 SECTION = 250  # lines; a plain file is cut into sections, each of which is a document
 
 
@@ -95,6 +96,12 @@ cast cell chat chip city club coal coat code cold come cook cool cope copy core 
 dead deal dean dear debt deep deny desk dial diet disc disk does done door dose down draw drew drop drug dual duke dust
 duty each earn ease east easy edge else even ever evil exit face fact fail fair fall farm fast fate fear feed feel feet
 """.split()
+
+
+def lead_in(seed: int) -> str:
+    """A sentence of 1 to LEAD_WORDS random words, to stand before an instruction."""
+    random = Random(seed)
+    return " ".join(pick(random, WORDS) for _ in range(1 + int(random.random() * LEAD_WORDS))).capitalize() + "."
 
 
 def json_line(random: Random, row: int) -> str:

@@ -167,6 +167,23 @@ def test_noise_is_a_share_of_training_strings_over_alphabets_of_2_to_62():
     assert evaluation == list(text_examples(replace(config, text_noise=0.0), 100, 5, "evaluation", 9))
 
 
+@pytest.mark.parametrize("task", ["imbalanced", "lists", "csv"])
+def test_a_share_of_training_prompts_has_a_sentence_before_it(task):
+    plain = config(task, 3, 12)
+    before, after = (list(text_examples(replace(plain, text_lead=p), 1000, 5, "train")) for p in (0.0, 0.4))
+    leads = [prompt(b).removesuffix(prompt(a)) for a, b in zip(before, after, strict=True)]  # all else is as it was
+    assert 0.36 < sum(map(bool, leads)) / len(leads) < 0.44
+    words = Counter(len(lead.split()) for lead in leads if lead)
+    assert words.keys() == set(range(1, data_text.LEAD_WORDS + 1))
+    for lead, a, b in zip(leads, before, after, strict=True):
+        assert a == b | {"messages": a["messages"]} and a["messages"][1:] == b["messages"][1:]
+        if lead:  # a source that is first on its line stays so
+            assert re.fullmatch(r"[A-Z][a-z]{3}( [a-z]{4})*\.[ \n]", lead)
+            assert lead.endswith("\n") == (a["metadata"]["kind"] == "first")
+    evaluation = list(text_examples(replace(plain, text_lead=1.0), 50, 5, "evaluation", 9))
+    assert evaluation == list(text_examples(plain, 50, 5, "evaluation", 9))
+
+
 @pytest.mark.parametrize("task, symbols", [*(("imbalanced", s) for s in SYMBOLS), ("lists", ("0", "1"))])
 def test_kinds_are_what_they_say_and_templates_are_drawn_evenly(task, symbols):
     templates, seen, n = data_text.LIST_TEMPLATES if task == "lists" else data_text.STRING_TEMPLATES, Counter(), 400
@@ -317,9 +334,10 @@ def test_chats_that_are_too_long_are_counted_and_only_they_are_tokenised(tmp_pat
             data_text.read_chats(path, encode, longest)
 
 
+@pytest.mark.parametrize("lead", [0.0, 0.5])
 @pytest.mark.parametrize("task", SELF_CONTAINED)
-def test_a_length_for_which_no_example_is_too_long_is_named(task):
-    text_config = config(task, 1, 40)
+def test_a_length_for_which_no_example_is_too_long_is_named(task, lead):
+    text_config = config(task, 1, 40, text_lead=lead)
     with pytest.raises(ValueError, match="copies of length 40 take [0-9]+ tokens, block_size=50") as error:
         data_text.check_lengths(text_config, ENCODE, 50)
     enough = int(re.search(r"--block_size=(\d+)", str(error.value))[1])
