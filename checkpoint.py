@@ -188,7 +188,7 @@ def read(path: str | Path) -> dict:
     that is damaged or not ours."""
     path = Path(path)
     if not path.is_file():
-        hint = "expected a run's directory, which has last.pt, a checkpoint, or a folder with a config.json"
+        hint = "expected a run's directory, which has last.pt, or a checkpoint"
         raise FileNotFoundError(f"{path}: no such checkpoint; {hint}")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load does not look at checksums
@@ -222,7 +222,10 @@ def load_model(saved: dict, device: str | torch.device = "cpu", **changes: Any) 
     """The model in a checkpoint; `changes` replace values of its config. The encoding, its frequencies and the scale of
     the logits may change; what these need starts anew. ValueError for changes that need weights of other shapes."""
     weights = saved["model"]
-    model = Decoder(model_config_of(saved, **changes), weights["breaks"])
+    config, known = model_config_of(saved, **changes), weights["breaks"].shape[-1]
+    if config.vocab_size != known:
+        raise ValueError(f"vocab_size={config.vocab_size}: the checkpoint has {known} tokens; leave it out")
+    model = Decoder(config, weights["breaks"])
     changed = {name for name, value in changes.items() if saved["config"].get(name, "absent") != value}
     for name in sorted(changed & {"tie_weights", "n_head", "n_kv_head", "head_dim"}):  # shapes alone do not show these
         theirs = f"the checkpoint's weights have {name}={saved['config'][name]}"
@@ -247,13 +250,14 @@ def load_run(
 ) -> tuple[Decoder, dict]:
     """The model of a run directory or checkpoint file, in evaluation mode, and the config it was trained with;
     `steps_done` and `data`, its fingerprints (`vocabulary` of runs on strings of tokens, `tokenizer` of runs on text),
-    are added to that."""
+    are added to that. changes: as load_model's; those that are None change nothing."""
     file = Path(path) / f"{which}.pt" if Path(path).is_dir() else Path(path)
     saved = read(file)
     if torch.device(device).type == "cuda":
         # cuDNN's attention plans anew for each shape, and decodes wrongly with few key heads (pytorch#193893).
         torch.backends.cuda.enable_cudnn_sdp(False)
     trained = saved["config"] | {"steps_done": saved["step"], "data": saved["data"]}
+    changes = {name: value for name, value in changes.items() if value is not None}
     return load_model(saved, device, **changes).eval(), trained
 
 

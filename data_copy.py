@@ -18,6 +18,7 @@ Any sample is a pure function of (seed, stream, step, index): no generator has a
 come on any number of processes and after any resume.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -58,7 +59,7 @@ class CopyConfig:
             raise ValueError(f"separator={self.separator!r}: expected one of {', '.join(SEPARATORS)}")
         if self.max_length < 1:
             raise ValueError(f"max_length={self.max_length}: expected at least 1")
-        if not self.closing_weight > 0:
+        if not 0 < self.closing_weight < math.inf:
             raise ValueError(f"closing_weight={self.closing_weight}: expected more than 0, or no copy would ever end")
         for name in ("noise", "repeat_p"):
             if not 0 <= getattr(self, name) <= 1:

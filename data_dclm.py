@@ -374,6 +374,7 @@ def main() -> None:
         f"{corpus.folder}: {corpus.rows:,} sequences of {corpus.length:,} tokens from {last.documents:,} documents "
         f"({last.empty:,} more were empty) of {last.tokens:,} tokens, {1 - last.kept / last.tokens:.1%} "
         f"of them dropped; digest {corpus.digest[:16]}"
+        f"{'' if corpus.complete else '; not complete yet: the command that writes it goes on'}"
     )
 
 

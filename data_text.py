@@ -26,7 +26,7 @@ from passages import CONTENTS, LEAD_WORDS, LONGEST_LINE, lead_in, passage, read_
 
 # documents: passages of any content; prose and so on: of one. A task's index here is part of its examples' keys: new
 # ones come last. The last key: 0-2 of strings, 3 length, 4 template, 5-7 content or signal, 8-11 noise, 12-13 lead-in.
-DOCUMENTS = ("documents", *CONTENTS)
+DOCUMENTS, CUT = ("documents", *CONTENTS), ("documents", "prose", "code")  # CUT: those that need text_source
 TEXT_TASKS = ("imbalanced", "recursive-flip", "uniform", "repeat-structure", "lists", *DOCUMENTS)
 KINDS = ("own-line", "first", "mid-sentence")  # where the source stands; its copy does not share the last one's column
 STRING_TEMPLATES = (
@@ -106,6 +106,15 @@ class TextCopyConfig:
         for name, most in (("text_repeat_p", 1), ("text_noise", 1), ("text_lead", 1), ("first_weight", 1e6)):
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"{name}={getattr(self, name)}: expected 0 to {most:,.0f}")
+
+
+def unused_knobs(config: TextCopyConfig) -> dict[str, str]:
+    """Knobs that do nothing for this task, and what they are for."""
+    task, passages = config.text_task, config.text_task in DOCUMENTS
+    strings = not passages and task != "lists"
+    used = {"symbols": strings, "text_noise": strings, "text_unit": passages, "text_source": task in CUT}
+    used["text_repeat_p"] = task == "repeat-structure"
+    return {name: f"other tasks than {task}" for name in used if not used[name]}
 
 
 SIGNALS = {  # family, and one cycle as a function of phases x in [0, 2 pi) and 9 random numbers r in [0, 1)
@@ -225,6 +234,9 @@ def record_fault(record: Any) -> str:
     if not talk or talk != [("user", True), ("assistant", True)] * (len(talk) // 2):
         roles = [role for role, _ in turns]
         return f"roles {roles}: expected (system,) user, assistant, ..., none with a blank content"
+    symbols = (record.get("metadata") or {}).get("symbols", ["0"])
+    if task in STRINGS and not (isinstance(symbols, list) and symbols and all(s and type(s) is str for s in symbols)):
+        return f"symbols {symbols!r}: expected a list of texts"
     if task in TEXT_TASKS and not isinstance(record.get("source"), str):
         return f"no source, which a record of task {task} has"
     wrong = task == "lists" and not numbers(record["messages"][-1]["content"])
@@ -235,6 +247,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The records of a file in chat form, one a line. RuntimeError says how many lines are damaged and names the
     first."""
     records, faults = [], []
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: no such file: expected chats, one JSON object a line")
     with open(path, "rb") as file:  # bytes, so that a line ends at "\n" alone
         for number, line in enumerate(file, 1):
             try:
@@ -314,7 +328,7 @@ def read_chats(path: str | os.PathLike[str], encode: Callable[[list], Chat], lon
 
 
 def check_lengths(config: TextCopyConfig, encode: Callable[[list], Chat], longest: int) -> None:
-    """ValueError where examples of the config's greatest length have more than `longest` input tokens."""
+    """ValueError where examples of the greatest length have more than `longest` tokens: all for bytes, 200 else."""
     high, tokens = length_bounds(config, "train")[1], 0
     for example in text_examples(replace(config, text_lead=0), 200, 0, "train", high):  # every template comes
         messages, most = example["messages"], example["source"]
@@ -337,8 +351,8 @@ def chat_source(
     """Chats to train on: chat(stream, index); what must stay when a run goes on, the number of chats in each stream's
     file and a digest of what passages are cut from; and a digest of each file, which may be mended.
 
-    files: a JSONL of chats by stream, or "" for examples that are made as they are needed. All that is too long is
-    found here, not at its step. Errors as read_chats and check_lengths.
+    files: a JSONL of chats by stream, or "" for examples that are made as they are needed. What is too long is
+    looked for here, not at its step. Errors as read_chats and check_lengths.
     """
     records = {stream: read_chats(file, encode, longest) for stream, file in files.items() if file}
     if len(records) < len(files):
@@ -353,7 +367,7 @@ def chat_source(
 
     digests = {f"{stream} file": hashlib.sha256(Path(files[stream]).read_bytes()).hexdigest() for stream in records}
     facts: dict[str, Any] = {f"{stream} chats": len(some) for stream, some in records.items()}
-    if config.text_task in ("documents", "prose", "code") and len(records) < len(files):
+    if config.text_task in CUT and len(records) < len(files):
         texts = json.dumps(list(read_texts(config.text_source, config.text_unit).values()))
         facts["passages"] = hashlib.sha256(texts.encode()).hexdigest()
     return chat, facts, digests
@@ -396,25 +410,6 @@ def score(record: dict[str, Any], answer: str) -> Score:
     return Score(not reason, reason, sum(same), len(wanted), first_error)
 
 
-def edit_distance(a: str, b: str) -> int:
-    """Levenshtein's: the fewest characters to put in, take out or replace that make b of a."""
-    at, letters = np.arange(len(b) + 1), np.array([ord(c) for c in b], np.int64)
-    row = at  # from the first i characters of a to each beginning of b
-    for i, letter in enumerate(map(ord, a), 1):
-        row = np.append(i, np.minimum(row[:-1] + (letters != letter), row[1:] + 1))
-        row = np.minimum.accumulate(row - at) + at  # characters of b that are put in
-    return int(row[-1])
-
-
-def passage_scores(record: dict[str, Any], answer: str) -> tuple[float, float]:
-    """Of a passage: the share of its lines that are right at their place in the answer, and how similar both are,
-    1 - edit distance / length of the longer one. Outer white space is free."""
-    truth, answer = record["messages"][-1]["content"].strip(), answer.strip()
-    lines, found = truth.split("\n"), answer.split("\n")
-    right = sum(a == b for a, b in zip(lines, found, strict=False))
-    return right / len(lines), 1 - edit_distance(truth, answer) / max(len(truth), len(answer))
-
-
 @dataclass
 class WriteConfig:
     """Show or write text examples"""
@@ -431,16 +426,20 @@ class WriteConfig:
 
 
 def main() -> None:
-    config, text_config = configurator.configure(WriteConfig, TextCopyConfig, doc=__doc__)
-    if config.show < 1 and not (config.write and config.examples > 0):
+    given: dict[str, str] = {}
+    config, text_config = configurator.configure(WriteConfig, TextCopyConfig, doc=__doc__, given=given)
+    unused = unused_knobs(text_config) | {"first_weight": "training, not the examples themselves"}
+    configurator.check_used(given, unused, text_config)
+    if config.show < 1 and not config.write or config.write and config.examples < 1:
         raise ValueError("nothing to do: give --show=3, or --write=data/copy.jsonl --examples=1000")
     for record in text_examples(text_config, config.show, config.seed, config.stream):
         user, assistant = (message["content"] for message in record["messages"])
         print(f"--- {record['id']} {json.dumps(record['metadata'])}\n{user}\n--- answer\n{assistant}")
     if config.write:
+        records = text_examples(text_config, config.examples, config.seed, config.stream)
+        lines = "".join(json.dumps(record) + "\n" for record in records)  # first of all: a source may be missing
         with configurator.atomic(config.write) as file:
-            for record in text_examples(text_config, config.examples, config.seed, config.stream):
-                file.write(json.dumps(record).encode() + b"\n")
+            file.write(lines.encode())
         print(f"{config.write}: {config.examples:,} examples")
 
 

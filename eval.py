@@ -33,6 +33,7 @@ import configurator
 import data_copy
 import data_text
 import hf
+import passages
 import plots
 from checkpoint import rank_and_world
 from data_copy import IGNORE, SEPARATORS
@@ -42,7 +43,7 @@ from model import Decoder
 from sample import generate, tokenizer_of
 from tokenizer import Tokenizer
 
-MAX_SAMPLES = 1_000_000  # strings in a row of the report
+STOP_BELOW = {"never": 0.0, "zero": 1e-9, "failure": 1.0}  # exact match after which no longer lengths are tried
 
 
 @dataclass
@@ -53,7 +54,7 @@ class EvalConfig:
     checkpoint: Literal["last", "best"] = "last"  # which of a run directory's
     tasks: tuple[str, ...] = ("imbalanced", "recursive-flip", "uniform")  # to copy; none: what each run is trained on
     kinds: tuple[str, ...] = data_text.KINDS  # in text: where in the prompt the string stands
-    lead: str = ""  # in text: what is put before every prompt; training knows of none
+    lead: str = ""  # in text: words to put before every prompt, as they are; a first string is then in mid-sentence
     lengths: tuple[int | str, ...] = (20, 320)  # tokens; in text symbols, points, lines; or intervals, 26-50
     samples: tuple[int, ...] = (20,)  # strings for each task and length; one number for all lengths, or one for each
     text_source: tuple[str, ...] = ()  # files and folders to cut passages from; none: those of training
@@ -82,13 +83,12 @@ class EvalConfig:
             raise ValueError(f"repeat_p={self.repeat_p}: expected shares between 0 and 1")
         if not self.runs:
             raise ValueError("nothing to evaluate: give --runs=DIR[,DIR]")
-        if not self.val_data and not self.lengths:
+        if not self.lengths:
             raise ValueError("nothing to evaluate: give --lengths=N[,N]")
-        if len(self.samples) not in (1, len(self.lengths)):
-            n = len(self.lengths)
+        if len(self.samples) not in (1, n := len(self.lengths)):
             raise ValueError(f"samples={self.samples}: expected one number, or one for each of {n} lengths")
-        if not all(1 <= n <= MAX_SAMPLES for n in self.samples):
-            raise ValueError(f"samples={self.samples}: expected 1 to {MAX_SAMPLES:,} each")
+        if not all(1 <= n <= 10**6 for n in self.samples):
+            raise ValueError(f"samples={self.samples}: expected 1 to 1,000,000 each")
 
 
 class Verdict(NamedTuple):
@@ -185,8 +185,8 @@ def verdict_on(record: dict, answer: str, ended: bool = True) -> Verdict:
     score = data_text.score(record, answer)
     first = score.first_error if not score.correct else None if ended else score.total
     errors = score.total - score.right + (not ended or score.reason in ("form", "too long"))
-    passage = (record.get("metadata") or {}).get("task") in data_text.DOCUMENTS
-    extra = data_text.passage_scores(record, answer) if passage else (None, None)
+    is_passage = (record.get("metadata") or {}).get("task") in data_text.DOCUMENTS
+    extra = passages.passage_scores(record["messages"][-1]["content"], answer) if is_passage else (None, None)
     return Verdict(score.total + 1, errors, first, math.nan, None, *extra)
 
 
@@ -248,7 +248,7 @@ def evaluate(run: str, model: Decoder, trained: dict, cell: Cell, config: EvalCo
             judged = teacher_forced(model, group, SEPARATORS[trained["separator"]], config.chunk, cell.task)
         verdicts.update(zip(ids, judged, strict=True))
         if bar:
-            bar.update(len(ids))
+            bar.update(len(ids) * world)
     for part in checkpoint.gather(verdicts):
         verdicts.update(part)
     results = [verdicts[i] for i in range(cell.samples)]
@@ -260,7 +260,7 @@ def row_of(cell: Cell, mode: str, results: Sequence[Verdict]) -> dict:
     hits, n = sum(v.errors == 0 for v in results), len(results)
     low, high = plots.wilson(hits, n)
     decoded = math.isnan(results[0].margin)  # without logits
-    passages = [v for v in results if v.similarity is not None]
+    scored = [v for v in results if v.similarity is not None]  # passages
     return {
         "task": cell.task,
         "kind": cell.kind,
@@ -275,8 +275,8 @@ def row_of(cell: Cell, mode: str, results: Sequence[Verdict]) -> dict:
         "token_error": sum(v.errors for v in results) / sum(v.targets for v in results),
         "only_closing_wrong": sum(v.first_error == v.targets - 1 for v in results) / n,
         "first_errors": [v.first_error for v in results],
-        "lines_right": sum(v.lines for v in passages) / n if passages else None,
-        "similarity": sum(v.similarity for v in passages) / n if passages else None,
+        "lines_right": sum(v.lines for v in scored) / n if scored else None,
+        "similarity": sum(v.similarity for v in scored) / n if scored else None,
         "margin": None if decoded else min(v.margin for v in results),
         "margins": None if decoded else [[v.margin, v.weakest] for v in results],  # of each string, and where
     }
@@ -303,8 +303,9 @@ def cells_of(run: str, model: Decoder, trained: dict, config: EvalConfig) -> lis
     in_text = "tokenizer" in trained["data"]
     if in_text and trained["task"] != "finetune":
         raise ValueError(f"{run}: not finetuned on copying; --val_data, or sample.py, shows what it knows")
-    if config.lead and not in_text:
-        raise ValueError(f"lead={config.lead!r}: {run} was trained on strings of tokens, not on text")
+    for name in ("lead", "tokenizer") if not in_text else ():
+        if (value := getattr(config, name)) != getattr(EvalConfig, name):
+            raise ValueError(f"{name}={value!r}: {run} was trained on strings of tokens, not on text")
     known = data_text.TEXT_TASKS if in_text else data_copy.TASKS
     tasks = config.tasks or (trained["text_task" if in_text else "copy_task"],)
     for task in tasks:
@@ -319,14 +320,13 @@ def cells_of(run: str, model: Decoder, trained: dict, config: EvalConfig) -> lis
                 lines.append([Cell(task, kind, p, *b, n) for b, n in zip(lengths, samples, strict=True)])
     for line in lines:
         for cell in line:
-            longest = data_copy.longest(cell.task, cell.high)
-            model.check_length(max(examples_of(run, trained, cell, config)[1]) if in_text else longest)
+            model.check_length(max(examples_of(run, trained, cell, config)[1]))
     return lines
 
 
 def load_runs(config: EvalConfig, device: torch.device) -> list[tuple[str, Decoder, dict]]:
-    changes = {} if config.block_size is None else {"block_size": config.block_size}
-    return [(run, *checkpoint.load_run(run, config.checkpoint, device, **changes)) for run in config.runs]
+    given = config.checkpoint, device
+    return [(run, *checkpoint.load_run(run, *given, block_size=config.block_size)) for run in config.runs]
 
 
 def about(run: str, trained: dict) -> dict:
@@ -349,9 +349,7 @@ def copy_accuracy(config: EvalConfig) -> list[dict]:
                     row = evaluate(run, model, trained, cell, config, bar)
                 facts = {"trained_to": longest_trained(trained, cell.task), "dtype": config.dtype}
                 rows.append(about(run, trained) | facts | row)
-                if config.stop == "failure" and row["exact_match"] < 1:
-                    break
-                if config.stop == "zero" and row["exact_match"] == 0:
+                if row["exact_match"] < STOP_BELOW[config.stop]:
                     break
     bar.close()
     return rows
@@ -370,7 +368,9 @@ def text_losses(config: EvalConfig, with_starts: bool = False) -> list[dict]:
             print(f"{run} started from {start}, which is gone: no loss before finetuning")
         elif start and start not in [other for other, *_ in work]:
             before = hf.load_start(start, {"block_size": model.config.block_size})[0].to(device).eval()
-            was = trained | {"steps_done": 0, "pos_encoding": before.config.pos_encoding}
+            file = Path(start) / "last.pt" if Path(start).is_dir() else Path(start)  # a Hugging Face folder has none
+            seed = checkpoint.read(file)["config"]["seed"] if file.exists() else None
+            was = {"steps_done": 0, "pos_encoding": before.config.pos_encoding, "seed": seed, "init_from": ""}
             work.append((start, before, was, tokenizer, corpus))
         work.append((run, model, trained, tokenizer, corpus))
     for run, model, trained, tokenizer, corpus in work:
@@ -416,8 +416,6 @@ def unused_knobs(config: EvalConfig, copies: bool) -> dict[str, str]:
 
 def report(config: EvalConfig, name: str, rows: list[dict], table: Callable, plot: Callable) -> None:
     """Writes and prints the rows, on rank 0."""
-    if not rows:
-        raise ValueError("nothing was evaluated: give --lengths=N[,N]")
     if rank_and_world()[0] == 0:
         path = Path(config.out_dir) / f"{name}.json"
         configurator.write_json(path, rows)

@@ -189,7 +189,11 @@ def load_start(path: str, changes: dict[str, Any]) -> tuple[Decoder, dict]:
         words = read_json(folder / "config.json").get("vocabulary")  # of a copy run
         known = {"vocabulary": words} if words else {"tokenizer": load_tokenizer(path).fingerprint}
         return load(folder, **changes), known
-    saved = checkpoint.read(folder / "last.pt" if folder.is_dir() else folder)
+    file = folder / "last.pt" if folder.is_dir() else folder
+    if not file.is_file():
+        hint = "expected a run's directory, which has last.pt, a checkpoint, or a folder with a config.json"
+        raise FileNotFoundError(f"{file}: no such checkpoint; {hint}")
+    saved = checkpoint.read(file)
     return checkpoint.load_model(saved, **changes), saved["data"]
 
 

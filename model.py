@@ -69,6 +69,9 @@ class ModelConfig:
         for name in ("qk_norm_init", "norm_eps", "init_std", "rope_theta"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)}: expected more than 0")
+        for name in ("shared_embed_init", "auto_bias"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)}: expected a finite number")
         encodings = set(rope2d.layer_encodings(self.pos_encoding, self.n_layer))
         for encoding in encodings:
             rope2d.check_head_dim(encoding, self.head_size)

@@ -1,7 +1,7 @@
 """nano2d's decoder for transformers, 4.57 and 5: Qwen3's, with any encoding of rope2d.py, which is beside this file.
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 
 A token's row and column follow from all tokens before it. So `generate` computes the grid of all ids anew at each step
 and takes its end; nothing is kept on the model that beams, a cropped cache or left padding could put out of step.
@@ -174,6 +174,12 @@ class Nano2DForCausalLM(PreTrainedModel, GenerationMixin):
             raise RuntimeError(f"{folder}: its weights do not fit config.json, {fault}: undo what was edited in it")
         return (model, info) if output_loading_info else model
 
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
+        """As transformers' own. New tokens end no line, sentence or word."""
+        embedding, breaks = super().resize_token_embeddings(*args, **kwargs), self.model.breaks
+        self.model.breaks = F.pad(breaks, (0, embedding.num_embeddings - breaks.shape[1]))
+        return embedding
+
     def grid(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Where each token of whole sequences (B, T) stands, as rope2d.grid gives it: (7, B, T), negative on left
         padding, which is where attention_mask (B, T) begins with zeros."""
@@ -217,6 +223,9 @@ class Nano2DForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """position_ids (7, B, T): what `grid` says of these tokens; None where nothing came before them. The cache is
         `cache` in transformers 5, `past_key_values` in 4.57."""
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.get(name):
+                raise ValueError(f"{name}=True: this model returns logits alone")
         cache = past_key_values if cache is None else cache
         if position_ids is None:
             if cache is not None and cache.get_seq_length():
@@ -236,4 +245,5 @@ class Nano2DForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss, logits, cache if use_cache else None)
+        output = CausalLMOutputWithPast(loss, logits, cache if use_cache else None)
+        return output.to_tuple() if kwargs.get("return_dict") is False else output

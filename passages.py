@@ -4,7 +4,8 @@
     json, csv, log  made: records with many fields alike
     words           made: random words, stretches of which come again, so that a copy can slip from one to the other
 
-A passage is a pure function of its arguments. Training, validation and evaluation cut from different documents.
+A passage is a pure function of its arguments. Training, validation and evaluation cut from different documents. Scores
+of copies are below.
 """
 
 import hashlib
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from random import Random
+
+import numpy as np
 
 CONTENTS = ("prose", "code", "json", "csv", "log", "words")
 JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -40,13 +43,17 @@ def read_source(path: Path, name: str) -> list[tuple[str, str]]:
         return found
     import pyarrow  # knows .gz and .zst
 
-    with io.BufferedReader(pyarrow.input_stream(path)) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-                found.append((str(record.get("url") or f"{number} of {name}"), str(record["text"])))
-            except (ValueError, LookupError, AttributeError, RecursionError) as error:
-                raise RuntimeError(f"{path}, line {number}: expected a JSON object with text ({error!r})") from error
+    try:
+        with io.BufferedReader(pyarrow.input_stream(path)) as file:
+            lines = file.readlines()
+    except OSError as error:
+        raise RuntimeError(f"{path}: damaged ({error}): get it again") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            found.append((str(record.get("url") or f"{number} of {name}"), str(record["text"])))
+        except (ValueError, LookupError, AttributeError, RecursionError) as error:
+            raise RuntimeError(f"{path}, line {number}: expected a JSON object with text ({error!r})") from error
     return found
 
 
@@ -144,3 +151,22 @@ def passage(content: str, n: int, unit: str, seed: int, stream: str, sources: tu
     count = n if unit == "lines" else 2 + n // 10
     lines = word_lines(random, count) if content == "words" else [MADE[content](random, row) for row in range(count)]
     return "\n".join(lines) if unit == "lines" else "".join(cut(random, ["\n".join(lines)], n))
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Levenshtein's: the fewest characters to put in, take out or replace that make b of a."""
+    at, letters = np.arange(len(b) + 1), np.array([ord(c) for c in b], np.int64)
+    row = at  # from the first i characters of a to each beginning of b
+    for i, letter in enumerate(map(ord, a), 1):
+        row = np.append(i, np.minimum(row[:-1] + (letters != letter), row[1:] + 1))
+        row = np.minimum.accumulate(row - at) + at  # characters of b that are put in
+    return int(row[-1])
+
+
+def passage_scores(truth: str, answer: str) -> tuple[float, float]:
+    """The share of a passage's lines that are right at their place in the answer, and how similar both are,
+    1 - edit distance / length of the longer one. Outer white space is free."""
+    truth, answer = truth.strip(), answer.strip()
+    lines, found = truth.split("\n"), answer.split("\n")
+    right = sum(a == b for a, b in zip(lines, found, strict=False))
+    return right / len(lines), 1 - edit_distance(truth, answer) / max(len(truth), len(answer))

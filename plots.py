@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,24 +36,35 @@ def hits_of(row: dict) -> int:
     return round(row["exact_match"] * row["samples"])
 
 
+def labels(rows: Sequence[dict]) -> dict[tuple[str, str], str]:
+    """What to call the run of a row, by the row's run and pos_encoding: the encoding; the run, where two runs differ in
+    more than encoding and seed."""
+    runs = {(row["run"], row["pos_encoding"], row["seed"], row.get("panel")) for row in rows}
+    count = Counter(run[1:] for run in runs)
+    unclear = {encoding for (encoding, _, _), n in count.items() if n > 1}
+    return {(run, encoding): run if encoding in unclear else encoding for run, encoding, _, _ in runs}
+
+
 def table(rows: Sequence[dict]) -> str:
     """Exact match in percent and as strings right / strings tried: a line a run and task, a column a length."""
     columns = list(dict.fromkeys(map(interval, rows)))
-    lines: dict[tuple, dict[str, str]] = {}  # run, encoding, seed, task -> cells by their column
+    names = labels(rows)
+    lines: dict[tuple, dict[str, str]] = {}  # run, its label, seed, task -> cells by their column
     for row in rows:
         task = row["task"]
         if row.get("kind"):
             task += f", {row['kind']}"
         if row.get("repeat_p") is not None:
             task += f", p {row['repeat_p']:g}"
-        cells = lines.setdefault((row["run"], row["pos_encoding"], row["seed"], task), {})
+        label = names[row["run"], row["pos_encoding"]]
+        cells = lines.setdefault((row["run"], label, row["seed"], task), {})
         cells[interval(row)] = f"{100 * row['exact_match']:>7.0f}% ({hits_of(row)}/{row['samples']})"
-    first = max(12, 2 + max(len(encoding) for _, encoding, _, _ in lines))
+    first = max(12, 2 + max(len(label) for _, label, _, _ in lines))
     second = max(21, 2 + max(len(task) for _, _, _, task in lines))
     head = f"{'':{first}}{'seed':>5}  {'exact match at length':{second}}"
     text = [head + "".join(f"{column:>16}" for column in columns)]
-    for (_, encoding, seed, task), cells in lines.items():
-        head = f"{encoding:{first}}{seed:>5}  {task:{second}}"
+    for (_, label, seed, task), cells in lines.items():
+        head = f"{label:{first}}{seed:>5}  {task:{second}}"
         text.append(head + "".join(f"{cells.get(column, ''):>16}" for column in columns))
     if any("lower bound" in row.get("mode", "") for row in rows):
         text.append("lower bounds, since other tokens may be as right: --free_running=True decodes for real")
@@ -61,12 +73,16 @@ def table(rows: Sequence[dict]) -> str:
 
 def loss_table(rows: Sequence[dict]) -> str:
     """Loss with its 95% interval, and bits a byte: a line a run."""
-    lines = [f"{'':12}{'seed':>5}{'step':>9}{'loss, nats a token':>22}{'bits a byte':>13}{'tokens':>12}"]
+    names = labels([row for row in rows if row["step"]])
+    first = max(12, 2 + max(map(len, names.values()), default=0))
+    lines = [f"{'':{first}}{'seed':>5}{'step':>9}{'loss, nats a token':>22}{'bits a byte':>13}{'tokens':>12}"]
     for row in rows:
         loss = f"{row['loss']:.4f}"
         if row["loss_standard_error"]:
             loss += f" ± {1.96 * row['loss_standard_error']:.4f}"
-        head = f"{row['pos_encoding']:12}{row['seed']:>5}{row['step']:>9,}"
+        label = names.get((row["run"], row["pos_encoding"]), row["pos_encoding"])
+        seed = "" if row["seed"] is None else row["seed"]  # of a Hugging Face folder
+        head = f"{label:{first}}{seed:>5}{row['step']:>9,}"
         lines.append(f"{head}{loss:>22}{row['bits_per_byte']:>13.4f}{row['tokens']:>12,}")
     return "\n".join(lines)
 
@@ -84,16 +100,18 @@ def pyplot():
 def plot(rows: Sequence[dict], path: Path) -> None:
     """Exact match against length with Wilson intervals, and below it the smallest margin: how far a model is from
     failing. One panel a task and template kind (or what rows name as their `panel`), one line an encoding; seeds are
-    pooled. Rows of several repeat_p: against that, one panel a length."""
+    pooled. Rows of several repeat_p: against that, one panel a kind and length; other rows
+    are left out."""
     over_p = len({row.get("repeat_p") for row in rows} - {None}) > 1
     if over_p:
         rows = [row for row in rows if row.get("repeat_p") is not None]
     panels: dict[str, list[dict]] = {}  # title -> rows
     for row in rows:
-        named = row.get("panel") or ", ".join(filter(None, (row["task"], row.get("kind"))))
-        title = f"length {interval(row)}" if over_p else named
+        subject = f"length {interval(row)}" if over_p else row["task"]
+        title = row.get("panel") or ", ".join(filter(None, (subject, row.get("kind"))))
         panels.setdefault(title, []).append(row)
-    encodings = list(dict.fromkeys(row["pos_encoding"] for row in rows))
+    names = labels(rows)
+    curves = list(dict.fromkeys(names[row["run"], row["pos_encoding"]] for row in rows))
     lengths = None if over_p else sorted({row["length"] for row in rows})
     trained = {row["trained_to"] for row in rows} - {None}
     trained_to = min(trained) if len(trained) == 1 else None
@@ -101,27 +119,27 @@ def plot(rows: Sequence[dict], path: Path) -> None:
 
     grid = {"nrows": 1 + margins, "ncols": len(panels), "sharex": True, "sharey": "row", "squeeze": False}
     figure, axes = pyplot().subplots(**grid, figsize=(1 + 3.6 * len(panels), 5.6 if margins else 3.4))
-    lines = {}  # for the legend: an encoding may be in some panels alone
+    lines = {}  # for the legend: a curve may be in some panels alone
     for column, (title, in_panel) in zip(axes.T, panels.items(), strict=True):
-        for i, encoding in enumerate(encodings):
-            own = [row for row in in_panel if row["pos_encoding"] == encoding]
-            shift = i - (len(encodings) - 1) / 2  # so that intervals of several encodings do not hide each other
+        for i, curve in enumerate(curves):
+            own = [row for row in in_panel if names[row["run"], row["pos_encoding"]] == curve]
+            shift = i - (len(curves) - 1) / 2  # so that intervals of several curves do not hide each other
             if own:
-                lines[encoding] = draw_curve(column, own, over_p, shift, f"C{i}")
+                lines[curve] = draw_curve(column, own, over_p, shift, f"C{i}")
         label_panels(column, title, lengths, trained_to)
     axes[0, 0].set_ylabel("exact match, 95% interval")
     if margins:
         axes[1, 0].set_ylabel("smallest margin, logits")
-    handles = [lines[encoding] for encoding in encodings]
-    axes[0, -1].legend(handles, encodings, frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    handles = [lines[curve] for curve in curves]
+    axes[0, -1].legend(handles, curves, frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
     if trained_to:
         note = "" if over_p else " (shaded)"
-        figure.suptitle(f"trained on strings of 1 to {trained_to}{note}", fontsize=9, color="0.3")
+        figure.suptitle(f"trained on lengths to {trained_to}{note}", fontsize=9, color="0.3")
     finish(figure, path)
 
 
 def draw_curve(column: Sequence, rows: Sequence[dict], over_p: bool, shift: float, colour: str):
-    """Draws one encoding into a panel and the one below it, if any; returns the upper line, for the legend. All rows at
+    """Draws one curve into a panel and the one below it, if any; returns the upper line, for the legend. All rows at
     one place count together."""
     x_name = "repeat_p" if over_p else "length"
     x, shares, below, above, margins = [], [], [], [], []
@@ -149,7 +167,7 @@ def label_panels(column: Sequence, title: str, lengths: Sequence[int] | None, tr
     if lengths is None:
         bottom.set_xlabel("p, share of each repetition that is kept")
     else:
-        bottom.set(xscale="log", xlabel="length of the string")
+        bottom.set(xscale="log", xlabel="length of what is copied")
         rotation = 60 if len(lengths) > 6 else 0
         bottom.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=rotation, fontsize=8)
         bottom.set_xlim(lengths[0] / 2, lengths[-1] * 1.3)
@@ -166,6 +184,7 @@ def plot_losses(rows: Sequence[dict], path: Path) -> None:
     figure, panel = pyplot().subplots(figsize=(5.6, 3.6))
     before = {row["run"]: row["loss"] for row in rows if row["step"] == 0}
     encodings = list(dict.fromkeys(row["pos_encoding"] for row in rows))
+    names = labels([row for row in rows if row["step"] or not before])
     for i, row in enumerate(rows):
         if before and row.get("start") in before:
             points = [(0, before[row["start"]]), (row["step"], row["loss"])]
@@ -174,7 +193,7 @@ def plot_losses(rows: Sequence[dict], path: Path) -> None:
         else:
             points = validations(row["run"])
         last = f"{points[-1][1]:.3f}" if points else "not validated yet"
-        label = f"{row['pos_encoding']}, seed {row['seed']}: {last}"
+        label = f"{names[row['run'], row['pos_encoding']]}, seed {row['seed']}: {last}"
         style = {"color": f"C{encodings.index(row['pos_encoding']) if before else i}", "marker": "o", "markersize": 3}
         panel.plot(*zip(*points, strict=True) if points else ([], []), label=label, **style)
     panel.set(

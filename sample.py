@@ -37,6 +37,7 @@ class SampleConfig:
     top_k: int | None = None  # choose among that many likeliest tokens; None: among all
     top_p: float | None = None  # choose among the fewest likeliest tokens that hold this probability; None: among all
     seed: int = 0  # of the choices
+    block_size: int | None = None  # longest sequence in tokens; None: the model's own bound
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the matrix products
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first of these that there is
 
@@ -243,8 +244,12 @@ def tokenizer_of(run: str, trained: dict, name: str | None = None) -> Tokenizer:
 
 
 def main() -> None:
-    config = configurator.configure(SampleConfig, doc=__doc__)
-    model, trained = checkpoint.load_run(config.run, config.checkpoint, checkpoint.pick_device(config.device))
+    given: dict[str, str] = {}
+    config = configurator.configure(SampleConfig, doc=__doc__, given=given)
+    if config.temperature == 0:
+        configurator.check_used(given, dict.fromkeys(("top_k", "top_p", "seed"), "--temperature above 0"), config)
+    knobs = {"device": checkpoint.pick_device(config.device), "block_size": config.block_size}
+    model, trained = checkpoint.load_run(config.run, config.checkpoint, **knobs)
     tokenizer = tokenizer_of(config.run, trained, config.tokenizer)
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     tokens = tokenizer.encode(prompt).tolist() or [tokenizer.eos]  # a text begins after an end of sequence

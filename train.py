@@ -38,6 +38,7 @@ import tasks
 from checkpoint import decay_start, on_all_ranks, rank_and_world
 from data_copy import IGNORE, CopyConfig
 from data_text import TextCopyConfig
+from data_text import unused_knobs as unused_text_knobs
 from model import Decoder, ModelConfig
 from rope2d import layer_encodings
 
@@ -123,9 +124,11 @@ def unused_knobs(
             unused.update(dict.fromkeys(names, what))
 
     only(copy_config.copy_task == "repeat-structure", "copy_task=repeat-structure", "repeat_p")
-    only(text_config.text_task == "repeat-structure", "text_task=repeat-structure", "text_repeat_p")
+    unused |= unused_text_knobs(text_config)
     only(config.task == "copy", "task=copy", *(field.name for field in fields(CopyConfig)))
-    only(config.task == "finetune", "task=finetune", *(field.name for field in fields(TextCopyConfig)))
+    text_knobs = {field.name for field in fields(TextCopyConfig)}
+    only(config.task == "finetune", "task=finetune", *text_knobs)
+    only(not (config.chats and config.val_chats), "examples that are made", *(text_knobs - {"first_weight"}))
     only(config.task != "copy", "task=pretrain and task=finetune", "tokenizer")
     only(model_config.qk_norm, "qk_norm=True", "qk_norm_init")
     rotates = bool(encodings - {"nope", "alibi"})

@@ -195,6 +195,8 @@ def ask(client, config: EndpointConfig, record: dict) -> dict:
 def read_answers(path: Path, name: str) -> dict[str, dict]:
     """A file's answers by their `name`, key or id. RuntimeError says which line is damaged."""
     answers: dict[str, dict] = {}
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file: expected answers, one JSON object a line")
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             given = json.loads(line)
@@ -259,7 +261,7 @@ def main(config: EndpointConfig) -> None:
     for record in (record for _, records in groups for record in records):
         first = prompts.setdefault(key_of(config, record), record)
         if first["messages"][:-1] != record["messages"][:-1]:
-            raise ValueError(f"id {record['id']!r} has two prompts: give --records with other ids, or one of --kinds")
+            raise ValueError(f"id {record['id']!r} has two prompts: give other ids, or one of --kinds and --repeat_p")
     out = Path(config.out_dir)
     path = Path(config.answers or out / "answers.jsonl")
     with configurator.lock(out):
@@ -272,7 +274,6 @@ def main(config: EndpointConfig) -> None:
             rows.append(report_on(config, cell, records, own))
         else:
             notes.append(f"{cell.task}, {cell.kind}, length {cell.high}: no answer, no row")
-    configurator.write_json(out / "accuracy.json", rows)
     cut = sum(row["cut"] for row in rows)
     if cut:
         notes.append(f"answers cut at the limit of tokens: {cut}; --max_tokens raises it")
@@ -283,6 +284,7 @@ def main(config: EndpointConfig) -> None:
             notes.append(f"{len(reasons)} of {len(prompts)} {what}, not counted as wrong: {reasons[0]}; {advice}")
     if not rows:
         raise RuntimeError("\n".join(["no prompt was answered", *notes]))
+    configurator.write_json(out / "accuracy.json", rows)
     print("\n".join([table(rows), *notes]))
     if config.plot:
         plot(rows, out / "accuracy.png")

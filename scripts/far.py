@@ -137,14 +137,14 @@ def evaluate(run: str, model: Decoder, trained: dict, task: str, length: int, co
     some = np.full_like(targets, IGNORE)
     some[0, inputs.shape[1] - len(wanted) + chosen] = wanted[chosen]
     own = judge(model, inputs, some, chunk=512)[0]
-    wrong, margin = int((lead[chosen] <= 0).sum()), lead[chosen].min().item()
-    if own.errors != wrong or abs(own.margin - margin) > 0.1:
+    wrong, margin = int((~(lead[chosen] > 0)).sum()), lead[chosen].min().item()
+    if own.errors != wrong or not abs(own.margin - margin) <= 0.1 or lead.isnan().any():
         found = f"{wrong} wrong of {len(chosen)} targets, margin {margin:.3f}"
         raise RuntimeError(f"{run}, {task}, {length}: {found}; the model itself: {own.errors}, {own.margin:.3f}")
     return {
         "task": task,
         "length": length,
-        "wrong_tokens": int((lead <= 0).sum()),
+        "wrong_tokens": int((~(lead > 0)).sum()),
         "margin": lead.min().item(),
         "weakest": int(lead.argmin()),
         "seconds": round(seconds, 1),

@@ -45,16 +45,7 @@ def write_local_text(folder: str | Path) -> None:
     unique = {text.strip(): url for url, text in sorted(texts.items(), reverse=True) if text.strip()}
     lines = {"train": [], "val": []}
     for text, url in reversed(unique.items()):
-        document = {
-            "bff_contained_ngram_count_before_dedupe": 0,
-            "language_id_whole_page_fasttext": {"en": 1.0},
-            "metadata": {"Content-Length": str(len(text.encode())), "Content-Type": "text/plain"},
-            "previous_word_count": len(text.split()),
-            "text": text,
-            "url": url,
-            "warcinfo": "",
-            "fasttext_openhermes_reddit_eli5_vs_rw_v2_bigram_200k_train_prob": 0.0,
-        }
+        document = {"text": text, "url": url}
         name = "val" if stream_of(url) == "evaluation" else "train"
         lines[name].append(json.dumps(document).encode() + b"\n")
     for name, documents in lines.items():

@@ -49,6 +49,7 @@ class MapConfig:
     queries: tuple[int, int] | None = None  # first and last query position to draw; None: all
     keys: tuple[int, int] | None = None  # first and last key position to draw; None: all
     eval_seed: int = 0  # of the string
+    block_size: int | None = None  # longest sequence in tokens; None: the model's own bound
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: the first of these that there is
     out_dir: str = "out/maps"  # the pictures go here, in a folder for each run
 
@@ -294,7 +295,7 @@ def main() -> None:
     plots.pyplot()  # what is missing is noticed before the work
     device = checkpoint.pick_device(config.device)
     for run in config.runs:
-        model, trained = checkpoint.load_run(run, config.checkpoint, device)
+        model, trained = checkpoint.load_run(run, config.checkpoint, device, block_size=config.block_size)
         draw(run, model, trained, config)
 
 

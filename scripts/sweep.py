@@ -6,7 +6,7 @@
     python -m scripts.sweep config/sweep_encodings.py --jobs=0        # only the report on what is there
 
 Writes rows.json (eval.py's rows of all runs), table.md and a picture a task to out_dir. What has not been run yet, or
-failed, stands in the table as such.
+failed, stands in the table as not run.
 """
 
 import fnmatch
@@ -23,6 +23,8 @@ from typing import Literal, NamedTuple
 from tqdm import tqdm
 
 import configurator
+import data_copy
+import data_text
 import plots
 from eval import EvalConfig
 
@@ -57,7 +59,13 @@ class SweepConfig:
         for glob in self.only:
             if not fnmatch.filter(names, glob):
                 raise ValueError(f"only: {glob!r} matches none of the runs, which are {', '.join(names)}")
-        EvalConfig(runs=("run",), tasks=self.tasks, lengths=self.lengths, samples=self.samples)  # checks them
+        EvalConfig(runs=("run",), lengths=self.lengths, samples=self.samples)  # checks them
+        if unknown := set(self.tasks) - {*data_copy.TASKS, *data_text.TEXT_TASKS}:
+            known = ", ".join(dict.fromkeys((*data_copy.TASKS, *data_text.TEXT_TASKS)))
+            raise ValueError(f"tasks: {', '.join(sorted(unknown))}: expected some of {known}")
+        ends = [plots.parse_length(length)[1] for length in self.lengths]
+        if ends != sorted(ends):
+            raise ValueError(f"lengths={self.lengths}: expected them to rise")
 
 
 class Run(NamedTuple):

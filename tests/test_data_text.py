@@ -18,7 +18,6 @@ from data_text import (
     TEXT_TASKS,
     TextCopyConfig,
     pad_chats,
-    passage_scores,
     read_jsonl,
     score,
     text_example,
@@ -90,7 +89,8 @@ def test_documents_are_passages_of_all_contents_in_templates_of_all_kinds(tmp_pa
     for example in examples:
         assert answer(example) == example["source"] and prompt(example).count(example["source"]) >= 1
         assert example["source"].count("\n") + 1 == example["metadata"]["length"] in range(2, 7)
-        assert score(example, answer(example)).correct and passage_scores(example, answer(example)) == (1.0, 1.0)
+        assert score(example, answer(example)).correct
+        assert passages.passage_scores(answer(example), answer(example)) == (1.0, 1.0)
     (code,) = text_examples(replace(text_config, text_task="code", template_kind="first"), 1, 0, "evaluation", 3)
     assert (code["metadata"]["content"], code["metadata"]["kind"]) == ("code", "first")
     assert passages.stream_of(f"line 1 of {code['source'].split()[0]}.py") == "evaluation"
@@ -111,7 +111,7 @@ def test_documents_are_passages_of_all_contents_in_templates_of_all_kinds(tmp_pa
 )
 def test_passages_are_scored_by_line_and_by_edits(answer, lines, similarity):
     record = {"messages": [{"role": "user", "content": "ab\ncd"}, {"role": "assistant", "content": "ab\ncd"}]}
-    assert passage_scores(record, answer) == (lines, pytest.approx(similarity))
+    assert passages.passage_scores(record["messages"][-1]["content"], answer) == (lines, pytest.approx(similarity))
 
 
 def test_edit_distance_is_the_textbook_table():
@@ -123,7 +123,7 @@ def test_edit_distance_is_the_textbook_table():
             for j in range(1, len(b) + 1):
                 replaced = table[i - 1][j - 1] + (a[i - 1] != b[j - 1])
                 table[i][j] = min(replaced, table[i - 1][j] + 1, table[i][j - 1] + 1)
-        assert data_text.edit_distance(a, b) == table[-1][-1]
+        assert passages.edit_distance(a, b) == table[-1][-1]
 
 
 @pytest.mark.parametrize("task", TEXT_TASKS[:4])
@@ -306,6 +306,8 @@ def test_records_from_elsewhere_are_read_and_scored_as_exact_copies(tmp_path):
         (chat(ASKED, ("assistant", [{"type": "text", "text": "it"}])), "a text as its content"),
         (chat(ASKED, ("assistant", " \n")), "blank content"),
         (chat(ASKED, TOLD, metadata={"task": "uniform"}), "no source"),
+        (chat(ASKED, TOLD, source="0", metadata={"task": "uniform", "symbols": None}), "symbols None: expected a list"),
+        (chat(ASKED, TOLD, source="0", metadata={"task": "uniform", "symbols": [""]}), "symbols .*: expected a list"),
         (chat(ASKED, TOLD, metadata={"task": "lists"}, source="1.00"), "no list of numbers"),
     ],
 )
@@ -487,6 +489,13 @@ def test_the_command_line_writes_and_shows(tmp_path):
     first = f"{prompt(expected[0])}\n--- answer\n{answer(expected[0])}\n"
     head = f"--- {expected[0]['id']} {json.dumps(expected[0]['metadata'])}\n"
     assert done.stdout == f"{head}{first}data/copy.jsonl: 50 examples\n"
-    nothing = run_script("data_text.py", "--write=x.jsonl", "--examples=0", cwd=tmp_path)
-    assert nothing.returncode == 2 and nothing.stderr.startswith("error: nothing to do: give --show=3")
-    assert not (tmp_path / "x.jsonl").exists()
+    for flags, error in (
+        (["--examples=0"], "nothing to do: give --show=3"),
+        (["--examples=-2", "--show=1"], "nothing to do: give --show=3"),
+        (["--text_task=prose", "--text_source=nope"], "text_source=nope: expected a file, or a folder"),
+        (["--text_task=lists", "--text_noise=0.1"], "--text_noise=0.1 would do nothing here, it is for other tasks"),
+        (["--first_weight=8"], "--first_weight=8.0 would do nothing here, it is for training"),
+    ):
+        refused = run_script("data_text.py", "--write=x.jsonl", *flags, cwd=tmp_path)
+        assert refused.returncode == 2 and refused.stderr.startswith(f"error: {error}"), refused.stderr
+        assert not (tmp_path / "x.jsonl").exists()

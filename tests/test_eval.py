@@ -366,14 +366,9 @@ def test_an_answer_may_have_as_many_tokens_as_bytes_whoever_is_decoded_beside_it
     assert sizes == [2 * len(s) + 5 for s in data_copy.evaluation_strings("imbalanced", 2, 9, 3, 0)]
 
 
-def test_nothing_is_written_where_nothing_was_evaluated(runs, corpora, tmp_path):
-    (tmp_path / "accuracy.json").write_text("before")
-    argv = [f"--runs={runs['text']}", "--tasks=imbalanced", "--lengths=()", f"--val_data={corpora / 'val'}"]
-    with pytest.raises(ValueError, match="nothing was evaluated"):
-        evaluation.report(
-            configurator.configure(EvalConfig, argv=[*argv, f"--out_dir={tmp_path}"]), "accuracy", [], 0, 0
-        )
-    assert (tmp_path / "accuracy.json").read_text() == "before"
+def test_without_a_length_nothing_is_evaluated():
+    with pytest.raises(ValueError, match="nothing to evaluate: give --lengths"):
+        EvalConfig(runs=("x",), lengths=(), val_data="y")
 
 
 @pytest.mark.parametrize("knob", ["--stop=zero", "--chunk=4", "--windows=4", "--repeat_p=0.5,0.7"])
@@ -475,6 +470,7 @@ def test_passages_are_cut_from_the_runs_source_or_the_one_given_and_scored_by_li
     [
         ("rope", "runs=()", "nothing to evaluate: give --runs=DIR"),
         ("rope", "lead=Please", "lead='Please': .*rope was trained on strings of tokens, not on text"),
+        ("rope", "tokenizer=bytes", "tokenizer='bytes': .*rope was trained on strings of tokens, not on text"),
         ("rope", "lengths=()", "nothing to evaluate: give --lengths=N"),
         ("rope", "tasks=copy", "tasks: 'copy' is not one of imbalanced, .*, twice$"),
         ("text", "tasks=copy", "tasks: 'copy' is not one of imbalanced, .*, lists"),

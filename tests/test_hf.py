@@ -228,6 +228,21 @@ def test_it_trains_in_transformers_and_what_that_saves_is_read(exported, tmp_pat
     close(reads(tmp_path)(tokens).logits, again(tokens))
 
 
+def test_new_tokens_end_no_line_and_what_is_not_returned_is_refused(exported, tmp_path):
+    model, _, folder = exported("all")
+    bigger, size, tokens = reads(folder), model.config.vocab_size, random_tokens(2, 20)
+    bigger.resize_token_embeddings(size + 3)
+    new = torch.cat([tokens, torch.tensor([[size], [size + 2]]), tokens], dim=1)
+    close(bigger(new).logits[:, :20, :size], model(tokens))
+    assert torch.equal(bigger.grid(new)[..., :20], bigger.grid(tokens)) and not bigger.model.breaks[:, size:].any()
+    bigger.save_pretrained(tmp_path)
+    close(reads(tmp_path)(new).logits, bigger(new).logits)
+    close(bigger(new, return_dict=False)[0], bigger(new).logits)
+    for name in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(ValueError, match=f"{name}=True: this model returns logits alone"):
+            bigger(new, **{name: True})
+
+
 def test_other_dtypes_and_attention_functions(exported):
     model, _, folder = exported("all")
     peer, tokens = reads(folder, dtype=torch.bfloat16), random_tokens(1, 200)

@@ -28,7 +28,7 @@ ROOMS = {  # each file, and what it imports of ours: only what stands above it
     "hf": "configurator rope2d model tokenizer checkpoint sample",
     "tasks": "rope2d model data_copy data_text tokenizer data_dclm",
     "train": "configurator rope2d model data_copy data_text hf checkpoint tasks",
-    "eval": "configurator plots rope2d model data_copy data_text tokenizer data_dclm checkpoint sample hf",
+    "eval": "configurator plots rope2d model data_copy passages data_text tokenizer data_dclm checkpoint sample hf",
 }
 OURS = {*ROOMS, "scripts", "tests", "conftest"}
 

@@ -90,6 +90,7 @@ def test_files_of_one_name_in_several_folders_are_all_kept(tmp_path):
     [
         (lambda f: None, FileNotFoundError, "text_source=.*expected a file, or a folder with .jsonl"),
         (lambda f: f.mkdir(), FileNotFoundError, "text_source"),
+        (lambda f: (f.mkdir(), (f / "a.jsonl.gz").write_bytes(b"no gzip")), RuntimeError, "a.jsonl.gz: damaged"),
         (lambda f: f.write_text("one\ntwo"), ValueError, "no passage of 9 in . documents: give other --text_source"),
     ],
 )

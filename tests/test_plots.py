@@ -64,7 +64,7 @@ def test_the_plot_has_a_panel_a_task_or_as_rows_say_and_a_line_an_encoding(figur
     plot([*MADE, *(row | {"panel": "4 layers"} for row in MADE[2:])], tmp_path / "plot.png")
     (figure,) = figures
     assert [panel.get_title() for panel in figure.axes] == ["uniform", "4 layers"]
-    assert figure.get_suptitle() == "trained on strings of 1 to 20 (shaded)"
+    assert figure.get_suptitle() == "trained on lengths to 20 (shaded)"
     shares = [[bars.lines[0].get_ydata().tolist() for bars in panel.containers] for panel in figure.axes]
     assert shares == [[[1, 0.75], [0.5, 0]], [[0.5, 0]]]
     colours = [[bars.lines[0].get_color() for bars in panel.containers] for panel in figure.axes]
@@ -75,6 +75,24 @@ def test_the_plot_has_a_panel_a_task_or_as_rows_say_and_a_line_an_encoding(figur
         (shade,) = panel.patches
         assert (shade.get_x(), shade.get_width()) == (1, 19)
     assert plt.imread(tmp_path / "plot.png").std() > 0
+
+
+def test_runs_that_differ_in_more_than_encoding_and_seed_are_told_apart(figures, tmp_path):
+    rows = [*MADE, *(row | {"run": "out/geometric", "exact_match": 0.25} for row in MADE[:2])]
+    assert [line.split()[:2] for line in table(rows).splitlines()[1:]] == [
+        ["2d-rope", "0"],
+        ["rope", "7"],
+        ["out/geometric", "0"],
+    ]
+    rows = [row | {"run": row["run"].replace("2d-", "out/2d-")} for row in rows]
+    plot(rows, tmp_path / "plot.png")
+    (panel,) = figures[0].axes
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["out/2d-rope", "rope", "out/geometric"]
+    assert [bars.lines[0].get_ydata().tolist() for bars in panel.containers] == [[1, 0.75], [0.5, 0], [0.25, 0.25]]
+    losses = dict(step=9, loss=2.0, loss_standard_error=0.5, bits_per_byte=3.0, tokens=7000)
+    rows = [row | losses for row in rows] + [MADE[0] | losses | {"run": "start", "seed": None, "step": 0}]
+    shown = [line.split()[0] for line in plots.loss_table(rows).splitlines()[1:]]
+    assert shown == ["out/2d-rope"] * 2 + ["rope"] * 2 + ["out/geometric"] * 2 + ["2d-rope"]
 
 
 def test_lengths_of_training_that_differ_are_not_shaded(figures, tmp_path):
@@ -97,9 +115,11 @@ def test_a_point_pools_its_strings_and_has_the_smallest_margin(figures, tmp_path
 
 def test_several_shares_of_repetition_are_plotted_against_them(figures, tmp_path):
     rows = [row | {"repeat_p": p} for row in MADE for p in (0.5, 0.9, 1.0)] + [MADE[0] | {"repeat_p": None}]
+    plot([row | {"kind": kind} for row in rows[:3] for kind in ("first", "own-line")], tmp_path / "kinds.png")
+    assert [panel.get_title() for panel in figures.pop().axes] == ["length 20, first", "length 20, own-line"]
     plot(rows, tmp_path / "plot.png")
     assert [panel.get_title() for panel in figures[0].axes] == ["length 20", "length 21-50"]
-    assert figures[0].get_suptitle() == "trained on strings of 1 to 20"
+    assert figures[0].get_suptitle() == "trained on lengths to 20"
     for panel in figures[0].axes:
         assert panel.containers[0].lines[0].get_xdata() == pytest.approx([0.5, 0.9, 1.0], abs=0.01)
         assert panel.get_xlabel().startswith("p, share") and not panel.patches

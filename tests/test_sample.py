@@ -174,6 +174,7 @@ def test_the_knobs_are_those_of_generation(chain, monkeypatch, capsys):
     flags = ["--temperature=0.5", "--top_k=3", "--top_p=0.9", "--seed=4", "--max_new_tokens=7", "--dtype=bfloat16"]
     written(chain, monkeypatch, capsys, "--prompt=é", *flags)
     written(chain, monkeypatch, capsys)
+    written(chain, monkeypatch, capsys, "--prompt=" + 150 * "a", "--block_size=405")
     assert seen[0] == (False, [[0xC3, 0xA9]], 7, 0.5, 3, 0.9, 4, True) and seen[1][1] == [[256]]
 
 
@@ -184,6 +185,7 @@ def test_the_knobs_are_those_of_generation(chain, monkeypatch, capsys):
         (ValueError, "seed=-1", ["--seed=-1"]),
         (ValueError, "sequence of 405 tokens .* block_size=400", ["--prompt=" + 150 * "a"]),
         (FileNotFoundError, "no such checkpoint", ["--run=out/none"]),
+        (ValueError, "--top_p=0.5 would do nothing here, it is for --temperature above 0", ["--top_p=0.5"]),
     ],
 )
 def test_what_cannot_be_written_is_refused(chain, monkeypatch, capsys, error, match, flags):

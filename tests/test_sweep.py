@@ -166,6 +166,9 @@ def test_every_point_of_a_picture_is_of_all_seeds():
         (dict(only=("a*", "c")), "only: 'c' matches none of the runs, which are a/x, b/x"),
         (dict(out_dir="out/a,b"), "'out/a,b' in out_dir or runs: expected no comma"),
         (dict(runs=("a,b x",)), "'a,b' in out_dir or runs: expected no comma"),
+        (dict(tasks=("imbalancd",)), "tasks: imbalancd: expected some of imbalanced"),
+        (dict(lengths=("abc", 20), samples=(1,)), "lengths: 'abc' is neither"),
+        (dict(lengths=("21-40", 20), samples=(1,)), "lengths=.*: expected them to rise"),
         (dict(lengths=(20,), samples=(3, 2)), r"samples=\(3, 2\): expected one number, or one for each of 1 lengths"),
     ],
 )

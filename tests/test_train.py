@@ -568,11 +568,14 @@ def test_parameters_of_the_sizes(size, monkeypatch):
         ("copy", "--auto_bias=2.0"),
         ("pretrain", "--noise=0.5"),
         ("finetune", "--init_std=0.5"),
+        ("finetune", "--text_unit=characters"),
+        ("finetune --text_task=lists", "--text_noise=0.5"),
+        ("finetune --chats=a --val_chats=b", "--text_lead=0.5"),
     ],
 )
 def test_a_knob_that_would_do_nothing_is_refused_on_the_command_line(task, knob):
     given: dict[str, str] = {}
-    argv = [f"--task={task}", "--init_from=x" if task == "finetune" else "--seed=1", knob]
+    argv = [*f"--task={task}".split(), "--init_from=x" if "finetune" in task else "--seed=1", knob]
     parts = configurator.configure(*train.CONFIGS, argv=argv, given=given)
     with pytest.raises(ValueError, match=f"^{knob} would do nothing here, it is for "):
         configurator.check_used(given, train.unused_knobs(*parts), *parts)
