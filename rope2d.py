@@ -23,6 +23,7 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +41,8 @@ except ImportError:
 INDEX, ROW, COL, SENTENCE, SENTENCE_COL, WORD, LETTER = range(7)
 UNITS = {"line": rb"\n", "sentence": rb"[.!?\n]", "word": rb"[^0-9A-Za-z_\x80-\xff]"}
 
-# What each encoding rotates by. The pairs of a head are divided among these planes, as evenly as can be; a function
-# of `positions` will do as well as a plane.
+# What each encoding rotates by; a function of `positions` will do as well as a plane. The pairs of a head are divided
+# among these planes as evenly as can be, or as SHARES says.
 PLANES = {
     "rope": (INDEX,),
     "2d-rope": (ROW, COL),
@@ -49,14 +50,11 @@ PLANES = {
     "auto-2d-rope": (ROW, COL),  # of a grid that is learned: AutoGrid
     "bipe": (ROW,),  # He et al. 2024; model.py adds a learned embedding of the column
     "hirope": (INDEX, ROW),  # Zhang et al. 2024, without its window for short distances, which is not published
-    "segatron": (
-        INDEX,
-        SENTENCE,
-        ROW,
-    ),  # Bai et al. 2021: running counts of tokens, sentences, paragraphs
+    "segatron": (INDEX, SENTENCE, ROW),  # Bai et al. 2021: running counts of tokens, sentences, paragraphs
     "nope": (),
     "alibi": (),
 }
+SHARES = {"4d-rope": (1, 2, 1, 4)}  # there are few lines and words, but strings of many letters
 ALIASES = {"h-rope": "rope+2d-rope", "rnope": "rope+nope"}  # paper sections 5 and 3.4.2
 THETA = {"2d-rope": 1_000.0, "4d-rope": 1_000.0, "auto-2d-rope": 1_000.0}  # paper, appendix D.1
 ROPE_THETA = 10_000.0  # of all others
@@ -132,7 +130,7 @@ def frequencies(kind: str, n: int, theta: float, seed: int) -> Tensor:
 
     `geometric`: theta^(-i/n), RoPE's. `uniform`: each from Unif[0, pi), which for integer positions is the
     Unif[0, 2 pi) of the paper's Theorem 4.1 (rotations by f and by 2 pi - f mirror each other). `mixed`: half of each.
-    What is drawn is drawn again until no distance looks like 0 (`alias` below 0.7), which 16 frequencies rarely need;
+    What is drawn is drawn again until no distance looks like 0 (`alias` below 0.6), which 32 frequencies never need;
     with few, it is the best of 256 draws. ValueError for another kind. Not to be written to: it is kept.
     """
     geometric = theta ** (-torch.arange(n, dtype=torch.float64) / n)
@@ -146,7 +144,7 @@ def frequencies(kind: str, n: int, theta: float, seed: int) -> Tensor:
         drawn = drawn if kind == "uniform" else torch.cat([geometric[0::2], drawn[1::2]])
         if (found := alias(drawn)) < best:
             chosen, best = drawn, found
-        if best < 0.7:
+        if best < 0.6:
             break
     return chosen
 
@@ -159,8 +157,8 @@ def alias(freqs: Tensor) -> float:
 
 
 def check_head_dim(encoding: str, head_dim: int) -> None:
-    """ValueError unless head_dim is even, with at least one pair for each plane of the encoding."""
-    least = 2 * len(PLANES[encoding])
+    """ValueError unless head_dim is even, with at least one pair for each share of the encoding's planes."""
+    least = 2 * sum(SHARES.get(encoding, (1,) * len(PLANES[encoding])))
     if head_dim < max(1, least) or head_dim % 2 and least:
         raise ValueError(f"head_dim={head_dim}: {encoding} needs an even number, at least {max(1, least)}")
 
@@ -206,7 +204,9 @@ class Rotary(nn.Module):
         if not 0 < fraction <= 1:
             raise ValueError(f"rotary_fraction={fraction}: expected a share above 0, up to 1")
         self.planes, pairs = PLANES[encoding], head_dim // 2
-        self.pairs = [len(part) for part in torch.arange(pairs).tensor_split(len(self.planes))]  # of each plane
+        shares = SHARES.get(encoding, (1,) * len(self.planes))
+        ends = [-(-pairs * sum(shares[:i]) // sum(shares)) for i in range(len(shares) + 1)]  # rounded up
+        self.pairs = [b - a for a, b in pairwise(ends)]  # of each plane
         theta = THETA.get(encoding, ROPE_THETA) if theta is None else theta
         drawn = [frequencies(freqs, n, theta, seed + i).clone() for i, n in enumerate(self.pairs)]
         for part in drawn:

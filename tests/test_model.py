@@ -57,7 +57,9 @@ def plain_decoder(m: Decoder, tokens: list[int]) -> torch.Tensor:
         turn = {
             "rope": [index * 1e4 ** (-i / n) for i in range(n)],
             "2d-rope": [p * 1e3 ** (-2 * i / n) for p in (line, col) for i in range(n // 2)],
-            "4d-rope": [p * 1e3 ** (-4 * i / n) for p in (line, col, word, letter) for i in range(n // 4)],
+            "4d-rope": [
+                p * 1e3 ** (-i / part) for p, part in ((line, 1), (col, 2), (word, 1), (letter, 4)) for i in range(part)
+            ],
             "bipe": [line * 1e4 ** (-i / n) for i in range(n)],
             "hirope": [p * 1e4 ** (-2 * i / n) for p in (index, line) for i in range(n // 2)],
             "segatron": [
