@@ -2,7 +2,7 @@
 # make test   sets up .venv and runs all tests
 # make transformers4  the tests of exported folders with transformers 4.57, in .venv-transformers4
 # make env    only sets up .venv, from requirements.txt
-# make seeds  the toy with eight seeds: out/toy_seeds/
+# make seeds  the toy with 16 seeds: out/toy_seeds/
 # make pretrain  byte-level models of 2M parameters, four encodings: out/toy_pretrain/; ten minutes each
 # make figure4  every encoding, 1, 4 and 12 layers, four seeds (the paper's Figure 4): out/figure4/; hours
 # make finetune  after pretrain: its models learn to copy strings in text: out/toy_finetune/; 20 minutes each, RoPE 80
@@ -13,9 +13,10 @@ PYTHON ?= python3
 PY := .venv/bin/python
 TOY := out/toy_copy
 SEEDS := out/toy_seeds
+ALL_SEEDS := 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15
 ENCODINGS := rope h-rope 2d-rope 4d-rope
 # Encoding and seed of each finetuning. RoPE needs three times the steps to learn the lengths that it is trained on.
-FINETUNED := rope-0 h-rope-0 2d-rope-0 4d-rope-0
+FINETUNED := rope-0 h-rope-0 2d-rope-0 4d-rope-0 4d-rope-1 4d-rope-2
 comma := ,
 list = $(subst $() ,$(comma),$(strip $(1)))
 
@@ -33,14 +34,14 @@ env: .venv/env
 
 toy: env
 	$(PY) train.py config/toy_copy.py --out_dir=$(TOY)/2d-rope
-	$(PY) train.py config/toy_copy.py --pos_encoding=rope --freqs=geometric --out_dir=$(TOY)/rope
+	$(PY) train.py config/toy_copy.py --pos_encoding=rope --freqs=geometric --max_steps=7000 --out_dir=$(TOY)/rope
 	$(PY) eval.py --runs=$(TOY)/2d-rope,$(TOY)/rope --lengths=5,20,320,5120,20480 --samples=100,100,20,4,1 \
 	  --out_dir=$(TOY)
 
 seeds: env
-	for seed in 0 1 2 3 4 5 6 7; do \
+	for seed in $(ALL_SEEDS); do \
 	  $(PY) train.py config/toy_copy.py --seed=$$seed --freqs_seed=$$seed --out_dir=$(SEEDS)/$$seed || exit 1; done
-	$(PY) eval.py --runs=$(call list,$(foreach seed,0 1 2 3 4 5 6 7,$(SEEDS)/$(seed))) \
+	$(PY) eval.py --runs=$(call list,$(ALL_SEEDS:%=$(SEEDS)/%)) \
 	  --lengths=20,320,5120,20480 --samples=100,20,4,1 --out_dir=$(SEEDS)
 
 figure4: env

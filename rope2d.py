@@ -130,7 +130,7 @@ def frequencies(kind: str, n: int, theta: float, seed: int) -> Tensor:
 
     `geometric`: theta^(-i/n), RoPE's. `uniform`: each from Unif[0, pi), which for integer positions is the
     Unif[0, 2 pi) of the paper's Theorem 4.1 (rotations by f and by 2 pi - f mirror each other). `mixed`: half of each.
-    What is drawn is drawn again until no distance looks like 0 (`alias` below 0.6), which 32 frequencies never need;
+    What is drawn is drawn again until no distance looks like 0 (`alias` below 0.6), which 32 frequencies rarely need;
     with few, it is the best of 256 draws. ValueError for another kind. Not to be written to: it is kept.
     """
     geometric = theta ** (-torch.arange(n, dtype=torch.float64) / n)

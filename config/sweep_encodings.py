@@ -1,4 +1,4 @@
-# Every encoding and option, one and four layers, the toy's data and budget (600 steps; Auto-2D 250 more for its grid).
+# Every encoding and option, one and four layers, the toy's data and budget (Auto-2D: that of config/toy_auto.py).
 #   python -m scripts.sweep config/sweep_encodings.py
 # With one layer rnope is rope, and so is h-rope, with uniform frequencies.
 
@@ -20,9 +20,9 @@ _rows = {
     "2d-rope-uniform-log_n": "--logit_scale=log_n",
     "2d-rope-uniform-half": "--rotary_fraction=0.5",
     "2d-rope-learned": "--freqs=geometric --freqs_learned=True",
-    "auto-sigmoid": "--pos_encoding=auto-2d-rope --logit_scale=log_n --max_steps=850 --auto_gate=sigmoid --auto_bias=2 "
+    "auto-sigmoid": "config/toy_auto.py --separator=<n> --grid_steps=0 --noise=0.1 --auto_gate=sigmoid --auto_bias=2 "
     "--gate_lr_scale=30",
-    "auto-saturating": "--pos_encoding=auto-2d-rope --grid_steps=250 --max_steps=850 --logit_scale=log_n --noise=0.3",
+    "auto-saturating": "config/toy_auto.py --separator=<n>",
 }
 _sizes = {1: "", 4: "--n_layer=4"}
 runs = tuple(

@@ -8,5 +8,8 @@ mlp_dim = 256
 logit_scale = "log_n"
 qk_norm_init = 0.25  # with --qk_norm=True: started at 1, attention is sharp before it knows where to look
 
+batch_size, max_steps = 32, 600
 learning_rate = 1e-3
+warmup_steps = 100
+closing_weight = 1.0
 grad_accum = 4  # pieces of like length, so that less padding is computed

@@ -9,5 +9,9 @@ separator = "*"
 
 grid_steps = 250  # find the grid, then learn to copy on it
 noise = 0.3  # with a tenth, symbols that only noise has are seen too seldom, and some end up as separators
-max_steps = 850
+mlp_dim = 512
+batch_size, max_steps = 32, 850
+learning_rate = 2e-3
+warmup_steps = 100
+closing_weight = 1.0
 logit_scale = "log_n"

@@ -17,8 +17,8 @@ import eval as evaluation
 import train
 
 TOY = ["config/toy_copy.py", "--n_embd=64", "--head_dim=64", "--max_length=6", "--device=cpu", "--max_steps=400"]
-TOY += ["--learning_rate=4e-3", "--warmup_steps=20", "--checkpoint_interval=1000", "--eval_interval=1000"]
-TOY += ["--out_dir=run"]
+TOY += ["--batch_size=32", "--mlp_dim=256", "--learning_rate=4e-3", "--warmup_steps=20", "--eval_interval=1000"]
+TOY += ["--checkpoint_interval=1000", "--out_dir=run"]
 OPTIONAL = ["tiktoken", "datasets", "zstandard", "pyarrow", "matplotlib", "safetensors", "transformers", "wandb"]
 BARE = f"""
 import runpy, sys
@@ -123,4 +123,4 @@ def test_the_recipes_for_text_go_on_top_of_the_large_configs(corpora, tmp_path):
         assert done.returncode == 0, done.stderr
         config = checkpoint.read(tmp_path / name / "last.pt")["config"]
         assert (config["freqs"], config["shared_embed_init"], config["logit_scale"]) == ("mixed", 1.0, "log_n")
-    assert (config["replay"], config["text_noise"]) == (0.125, 0.4)
+    assert [config[name] for name in ("replay", "text_noise", "text_lead", "first_weight")] == [0.125, 0.4, 0.5, 8.0]
