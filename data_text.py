@@ -314,10 +314,8 @@ def read_chats(path: str | os.PathLike[str], encode: Callable[[list], Chat], lon
     records, found = read_jsonl(path), []
     for line, record in enumerate(records, 1):
         messages = record["messages"]
-        n_bytes = [
-            len(message["content"].encode("utf-8", "surrogatepass")) + 16 for message in messages
-        ]  # 16: the role
-        if sum(n_bytes) > longest:
+        n_bytes = sum(len(message["content"].encode("utf-8", "surrogatepass")) for message in messages)
+        if n_bytes + 16 * len(messages) > longest:  # 16: the role
             tokens = len(encode(messages)[0]) - 1  # the last token is only a target
             if tokens > longest:
                 found.append(f"line {line} has {tokens:,}")

@@ -61,17 +61,14 @@ class ModelConfig:
         if not 0 <= self.freqs_seed < 2**63:
             raise ValueError(f"freqs_seed={self.freqs_seed}: expected 0 to 2^63 - 1")
         if self.n_embd % self.n_head and self.head_dim is None:
-            raise ValueError(
-                f"n_embd={self.n_embd} is no multiple of n_head={self.n_head}: set head_dim, or change one"
-            )
+            raise ValueError(f"n_embd={self.n_embd} is no multiple of n_head={self.n_head}: set head_dim or change one")
         if self.n_head % self.kv_heads:
             raise ValueError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}")
         for name in ("qk_norm_init", "norm_eps", "init_std", "rope_theta"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)}: expected more than 0")
-        for name in ("shared_embed_init", "auto_bias"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)}: expected a finite number")
+        if not math.isfinite(self.shared_embed_init + self.auto_bias):
+            raise ValueError(f"shared_embed_init={self.shared_embed_init}, auto_bias={self.auto_bias}: not finite")
         encodings = set(rope2d.layer_encodings(self.pos_encoding, self.n_layer))
         for encoding in encodings:
             rope2d.check_head_dim(encoding, self.head_size)

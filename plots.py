@@ -100,8 +100,7 @@ def pyplot():
 def plot(rows: Sequence[dict], path: Path) -> None:
     """Exact match against length with Wilson intervals, and below it the smallest margin: how far a model is from
     failing. One panel a task and template kind (or what rows name as their `panel`), one line an encoding; seeds are
-    pooled. Rows of several repeat_p: against that, one panel a kind and length; other rows
-    are left out."""
+    pooled. Rows of several repeat_p: against that, one panel a kind and length; other rows are left out."""
     over_p = len({row.get("repeat_p") for row in rows} - {None}) > 1
     if over_p:
         rows = [row for row in rows if row.get("repeat_p") is not None]

@@ -253,6 +253,7 @@ def test_evaluation_strings_fill_their_interval_without_noise(task):
         (lambda: CopyConfig(max_length=0), "max_length=0"),
         (lambda: CopyConfig(noise=-0.1), "noise=-0.1"),
         (lambda: CopyConfig(closing_weight=0.0), "closing_weight=0.0"),
+        (lambda: CopyConfig(closing_weight=float("inf")), "closing_weight=inf"),
         (lambda: CopyConfig(repeat_p=1.5), "repeat_p=1.5"),
         (lambda: CopyConfig(copy_task="reverse"), "copy_task='reverse'"),
         (lambda: CopyConfig(separator="#"), "separator='#'"),

@@ -272,6 +272,8 @@ def test_frequencies_gates_and_sizes_are_as_the_config_says():
         (lambda: build(n_head=5, n_embd=32, head_dim=None), ("n_embd=32", "n_head=5")),
         (lambda: build(mlp_dim=0), ("mlp_dim=0",)),
         (lambda: build(qk_norm_init=0.0), ("qk_norm_init=0.0",)),
+        (lambda: build(shared_embed_init=float("nan")), ("shared_embed_init=nan", "not finite")),
+        (lambda: build(auto_bias=float("inf")), ("auto_bias=inf", "not finite")),
         (lambda: build("rope", grid_reset=4), ("grid_reset=4", "'rope'")),
         (lambda: build(freqs="uniform", rope_theta=5.0), ("rope_theta=5.0", "uniform")),
         (lambda: build(vocab_size=VOCAB + 1), (str(VOCAB), str(VOCAB + 1))),
